@@ -1,0 +1,138 @@
+"""The table that attention kernels read: which slices each tile of rows meets, in the order of its walk.
+
+Kernels own tiles of ``tile_size`` consecutive rows (query rows in the forward pass, key rows for dK and
+dV). For each tile the table lists *runs*: maximal intervals of the other axis that the tile has to walk,
+with the slices that decide visibility there and the longest sub-interval in which every row of the tile
+sees everything, so that blocks inside it need no mask. Runs do not depend on a kernel's block size.
+
+Everything is vectorised over ``parts`` (one table per rank and stage), so that one pass serves all ranks.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from magi_jax.masks import bands
+
+TILE_SIZE = 128
+
+RUN_BEGIN, RUN_END, FULL_BEGIN, FULL_END, IDS_BEGIN, IDS_END = range(6)
+
+
+class TileRuns(NamedTuple):
+    """Walk of every tile along the other axis, for ``P`` parts with ``M`` tiles each, int32.
+
+    Attributes:
+        ptr: ``[P, M + 1]``; runs of tile ``m`` are ``runs[ptr[m]:ptr[m + 1]]``, in rising order.
+        runs: ``[P, R, 6]``; ``begin, end`` (interval of the other axis), ``full_begin, full_end`` (the part
+            of it that all rows of the tile see entirely; empty is ``begin, begin``), ``ids_begin, ids_end``
+            (its slices in ``ids``).
+        ids: ``[P, I]``; rows of the slice array, ordered by where they begin on the other axis.
+        order: ``[P, M]``; tiles by decreasing work, for persistent grids.
+    """
+
+    ptr: np.ndarray
+    runs: np.ndarray
+    ids: np.ndarray
+    order: np.ndarray
+
+
+def tile_runs(
+    slices: np.ndarray, part: np.ndarray, num_parts: int, length: int, tile_size: int = TILE_SIZE
+) -> TileRuns:
+    """Builds the walk of query tiles; give transposed slices for key tiles.
+
+    Args:
+        slices: tight visible slices ``[A, 6]`` in the coordinates of their part, int64.
+        part: part of each slice ``[A]``, rising.
+        num_parts: number of parts ``P``.
+        length: rows of the tiled axis.
+        tile_size: rows per tile.
+    """
+    num_tiles = max(-(-length // tile_size), 1)
+    pair_slice, pair_tile = _touching_pairs(slices, tile_size)
+    cut = bands.clip(
+        slices[pair_slice], q_start=pair_tile * tile_size, q_end=(pair_tile + 1) * tile_size
+    )
+    tile = part[pair_slice] * num_tiles + pair_tile
+    order = np.lexsort((cut[:, bands.K_START], tile))
+    cut, tile, pair_slice = cut[order], tile[order], pair_slice[order]
+
+    begin, end = cut[:, bands.K_START], cut[:, bands.K_END]
+    starts_run = _starts_interval(tile, begin, end)
+    run_first = np.flatnonzero(starts_run)
+    run_tile = tile[run_first]
+    run_end = np.maximum.reduceat(end, run_first) if len(run_first) else end[:0]
+    full_begin, full_end = _full_interval(cut, tile, starts_run, length, num_tiles, tile_size)
+
+    slice_base = np.searchsorted(part, np.arange(num_parts))
+    id_base = np.searchsorted(tile, np.arange(num_parts) * num_tiles)
+    run_part = run_tile // num_tiles
+    ids_begin = run_first - id_base[run_part]
+    ids_end = np.append(run_first[1:], len(tile)) - id_base[run_part]
+    runs = np.stack([begin[run_first], run_end, full_begin, full_end, ids_begin, ids_end], axis=1)
+    run_ptr = np.searchsorted(run_tile, np.arange(num_parts * num_tiles + 1))
+
+    work = np.bincount(tile, weights=bands.area(cut), minlength=num_parts * num_tiles)
+    first_run = run_ptr[:-1:num_tiles][:num_parts]
+    ptr = np.concatenate(
+        [run_ptr[:-1].reshape(num_parts, num_tiles), run_ptr[num_tiles::num_tiles, None]], axis=1
+    )
+    return TileRuns(
+        ptr=(ptr - first_run[:, None]).astype(np.int32),
+        runs=_split_by_part(runs, run_part, num_parts),
+        ids=_split_by_part(pair_slice - slice_base[part[pair_slice]], tile // num_tiles, num_parts),
+        order=np.argsort(-work.reshape(num_parts, num_tiles), axis=1, kind="stable").astype(np.int32),
+    )
+
+
+def _touching_pairs(slices: np.ndarray, tile_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """All (slice, tile) pairs that share a row."""
+    first = slices[:, bands.Q_START] // tile_size
+    count = (slices[:, bands.Q_END] - 1) // tile_size - first + 1
+    pair_slice = np.repeat(np.arange(len(slices)), count)
+    pair_tile = first[pair_slice] + np.arange(len(pair_slice)) - np.repeat(np.cumsum(count) - count, count)
+    return pair_slice, pair_tile
+
+
+def _starts_interval(group: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Marks intervals, sorted by (group, begin), that neither touch nor overlap an earlier one of their group."""
+    if not len(group):
+        return np.zeros(0, bool)
+    # A running maximum per group: lift each group above all ends of the groups before it.
+    lift = (end.max() + 1) * (np.cumsum(np.diff(group, prepend=group[0]) != 0))
+    reach = np.maximum.accumulate(end + lift)
+    starts = np.ones(len(group), bool)
+    starts[1:] = (begin + lift)[1:] > reach[:-1]
+    return starts | (np.diff(group, prepend=group[0] - 1) != 0)
+
+
+def _full_interval(cut, tile, starts_run, length, num_tiles, tile_size):
+    """Longest interval of each run in which all rows of the tile see all keys, merging abutting slices."""
+    tile_start = tile % num_tiles * tile_size
+    tile_end = np.minimum(tile_start + tile_size, length)
+    covers = (cut[:, bands.Q_START] == tile_start) & (cut[:, bands.Q_END] == tile_end)
+    low = np.maximum(cut[:, bands.K_START], tile_end - 1 + cut[:, bands.D_MIN])
+    high = np.minimum(cut[:, bands.K_END], tile_start + cut[:, bands.D_MAX] + 1)
+    full = np.flatnonzero(covers & (low < high))
+    run = np.cumsum(starts_run) - 1
+    first_begin = cut[starts_run, bands.K_START]
+    full_begin, full_end = first_begin.copy(), first_begin.copy()
+    if len(full):
+        full = full[np.lexsort((low[full], run[full]))]
+        run, low, high = run[full], low[full], high[full]
+        joined = np.flatnonzero(_starts_interval(run, low, high))
+        begin, end, owner = low[joined], np.maximum.reduceat(high, joined), run[joined]
+        by_length = np.argsort(end - begin, kind="stable")  # a later, longer interval overwrites
+        full_begin[owner[by_length]] = begin[by_length]
+        full_end[owner[by_length]] = end[by_length]
+    return full_begin, full_end
+
+
+def _split_by_part(rows: np.ndarray, part: np.ndarray, num_parts: int) -> np.ndarray:
+    """Stacks the rows of each part, padding with zeros to the longest; ``[P, L, ...]`` int32."""
+    count = np.bincount(part, minlength=num_parts)
+    out = np.zeros((num_parts, count.max(initial=0), *rows.shape[1:]), np.int32)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
+    out[part, within] = rows
+    return out
