@@ -1,0 +1,54 @@
+# `make demo` and `make test` need Python >= 3.11, a C++ compiler and pip, and nothing before them.
+#
+#   PYTHON=python3.12     which Python the environment is made with (found by itself otherwise)
+#   VENV=.venv            where the environment is
+#   EXTRAS=...            extras of pyproject.toml to install; add cuda12 or cuda13 on a GPU machine
+#   ARGS="--steps 20"     flags for the demo, or for pytest
+
+PYTHON ?=
+VENV ?= .venv
+EXTRAS ?= flax,data,plot,test
+ARGS ?=
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+PYTHON_SOURCES := magi_jax tests examples tools $(wildcard benchmarks/*.py)
+CPP_SOURCES = $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+# Eight virtual CPU devices. XLA's launcher threads must outnumber the launches in flight, or the CPU
+# client can wait for itself; it reads PJRT_NPROC when it starts.
+export XLA_FLAGS ?= --xla_force_host_platform_device_count=8
+export PJRT_NPROC ?= 16
+
+.PHONY: help setup demo test lint format build clean
+
+help:  ## Shows this list
+	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^#   //p' $(MAKEFILE_LIST) | sed 's/^/  /'
+
+setup:  ## Makes the environment and builds the package; does nothing when all is up to date
+	@sh tools/setup.sh "$(VENV)" "$(EXTRAS)" "$(PYTHON)"
+
+demo: setup  ## Trains a small language model on 8 virtual devices (pictures in outputs/)
+	@$(BIN)/python examples/train_lm.py $(ARGS)
+
+test: setup  ## Runs all tests
+	@$(BIN)/python -m pytest tests -n $(JOBS) $(ARGS)
+
+lint: setup  ## Checks formatting, style and types
+	@$(BIN)/ruff check $(PYTHON_SOURCES)
+	@$(BIN)/ruff format --check $(PYTHON_SOURCES)
+	@$(BIN)/mypy magi_jax
+	@$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
+
+format: setup  ## Formats all sources
+	@$(BIN)/ruff check --fix $(PYTHON_SOURCES)
+	@$(BIN)/ruff format $(PYTHON_SOURCES)
+	@$(BIN)/clang-format -i $(CPP_SOURCES)
+
+build: setup  ## Builds a wheel into dist/
+	@$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+clean:  ## Removes the environment, builds and caches
+	rm -rf "$(VENV)" build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
