@@ -15,11 +15,6 @@ BIN := $(VENV)/bin
 PYTHON_SOURCES := magi_jax tests examples tools $(wildcard benchmarks/*.py)
 CPP_SOURCES = $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-# Eight virtual CPU devices. XLA's launcher threads must outnumber the launches in flight, or the CPU
-# client can wait for itself; it reads PJRT_NPROC when it starts.
-export XLA_FLAGS ?= --xla_force_host_platform_device_count=8
-export PJRT_NPROC ?= 16
-
 .PHONY: help setup demo test lint format build clean
 
 help:  ## Shows this list
