@@ -80,8 +80,8 @@ def tile_runs(
     )
     return TileRuns(
         ptr=(ptr - first_run[:, None]).astype(np.int32),
-        runs=_split_by_part(runs, run_part, num_parts),
-        ids=_split_by_part(pair_slice - slice_base[part[pair_slice]], tile // num_tiles, num_parts),
+        runs=split_by_part(runs, run_part, num_parts),
+        ids=split_by_part(pair_slice - slice_base[part[pair_slice]], tile // num_tiles, num_parts),
         order=np.argsort(-work.reshape(num_parts, num_tiles), axis=1, kind="stable").astype(np.int32),
     )
 
@@ -129,7 +129,7 @@ def _full_interval(cut, tile, starts_run, length, num_tiles, tile_size):
     return full_begin, full_end
 
 
-def _split_by_part(rows: np.ndarray, part: np.ndarray, num_parts: int) -> np.ndarray:
+def split_by_part(rows: np.ndarray, part: np.ndarray, num_parts: int) -> np.ndarray:
     """Stacks the rows of each part, padding with zeros to the longest; ``[P, L, ...]`` int32."""
     count = np.bincount(part, minlength=num_parts)
     out = np.zeros((num_parts, count.max(initial=0), *rows.shape[1:]), np.int32)

@@ -1,0 +1,24 @@
+"""Plans: the solvers' results as pytrees of int32 tables with static sizes."""
+
+from magi_jax.plan.attention_plan import AttentionPlan
+from magi_jax.plan.config import PlanConfig
+from magi_jax.plan.slice_table import slice_table
+from magi_jax.plan.spec import CommSpec, PlanSpec, TableSpec, bucket
+from magi_jax.plan.tables import CommMeta, DispatchMeta, SliceTable, local_part
+from magi_jax.solver.slice_table import TILE_SIZE, TileRuns
+
+__all__ = [
+    "TILE_SIZE",
+    "AttentionPlan",
+    "CommMeta",
+    "CommSpec",
+    "DispatchMeta",
+    "PlanConfig",
+    "PlanSpec",
+    "SliceTable",
+    "TableSpec",
+    "TileRuns",
+    "bucket",
+    "local_part",
+    "slice_table",
+]

@@ -1,0 +1,38 @@
+"""The knobs of planning."""
+
+from dataclasses import dataclass
+
+from magi_jax.solver.slice_table import TILE_SIZE
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """How a plan is made. Hashable; no knob changes results, only where and when they are computed.
+
+    Attributes:
+        chunk_size: tokens that move together in the dispatch. None chooses the largest power of two that
+            leaves each rank eight chunks, within [128, 1024].
+        dispatch: name of the strategy that gives chunks to ranks: "lpt", "zigzag" or "contiguous".
+        overlap: number of remote stages (at least 1), or "auto".
+        roll_shifts: shifts for which the plan holds a roll transfer.
+        tile_size: rows of a tile in the slice tables; the kernels of this package read 128.
+    """
+
+    chunk_size: int | None = None
+    dispatch: str = "lpt"
+    overlap: int | str = "auto"
+    roll_shifts: tuple[int, ...] = (-1,)
+    tile_size: int = TILE_SIZE
+
+    def __post_init__(self):
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}")
+        if self.overlap != "auto" and not (isinstance(self.overlap, int) and self.overlap >= 1):
+            raise ValueError(
+                f'overlap must be "auto" or an integer of at least 1, got {self.overlap!r}'
+            )
+        if self.tile_size < 1:
+            raise ValueError(f"tile_size must be at least 1, got {self.tile_size}")
+        object.__setattr__(self, "roll_shifts", tuple(int(s) for s in self.roll_shifts))
+        if len(set(self.roll_shifts)) != len(self.roll_shifts):
+            raise ValueError(f"roll_shifts names a shift twice: {self.roll_shifts}")

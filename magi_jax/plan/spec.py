@@ -1,0 +1,187 @@
+"""Static sizes of a plan: everything that a compiled program may depend on.
+
+A spec has *identities*, which two plans must share to be served by one program (ranks, sequence length,
+tile size), and *capacities*, which may only be large enough. Capacities are rounded up to buckets, so that
+masks of similar size share a spec and a program is compiled once for them.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+# Smallest capacities. They keep shapes away from zero and stop small masks from filling many buckets.
+MIN_ENTRIES = 16  # slices, runs, ids and pieces of a table
+MIN_PAIR_ROWS = 8  # rows of one pair of ranks, sent even where there is nothing to send
+MIN_BUFFER_ROWS = 128  # rows of a received buffer: one tile
+MIN_SEGMENTS = 4  # segments of a rank
+
+
+def bucket(size: int, minimum: int = 1) -> int:
+    """Rounds ``max(size, minimum)`` up to 1, 1.25, 1.5 or 1.75 times a power of two."""
+    size = max(int(size), minimum)
+    if size <= 4:
+        return size
+    step = 1 << ((size - 1).bit_length() - 3)
+    return -(-size // step) * step
+
+
+def _capacity(minimum: int | None = 0):
+    """A field that need only be large enough; rounded up to buckets unless ``minimum`` is None."""
+    return dataclasses.field(metadata={"capacity": minimum})
+
+
+class _Sizes:
+    """Comparison of specs, field by field; fields made by `_capacity` need only be large enough."""
+
+    def shortfall(self, other, path: str = "spec") -> str | None:
+        """Says where this spec is too small for ``other`` or of another kind; None when it covers it."""
+        return _shortfall(self, other, path, capacity=False)
+
+    def rounded(self):
+        """The same with every capacity rounded up to its bucket."""
+        return _rounded(self, None)
+
+    def covers(self, other) -> bool:
+        """Whether tables that need ``other`` fit into this spec."""
+        return self.shortfall(other) is None
+
+    def union(self, other):
+        """The smallest spec that covers both. Raises ValueError where an identity differs."""
+        return _union(self, other, "spec", capacity=False)
+
+
+def _rounded(sizes, minimum):
+    if isinstance(sizes, tuple):
+        return tuple(_rounded(entry, minimum) for entry in sizes)
+    if dataclasses.is_dataclass(sizes):
+        values = (
+            _rounded(getattr(sizes, f.name), f.metadata.get("capacity"))
+            for f in dataclasses.fields(sizes)
+        )
+        return type(sizes)(*values)
+    return sizes if minimum is None else bucket(sizes, minimum)
+
+
+def _shortfall(mine, other, path, capacity):
+    if isinstance(mine, tuple):
+        if len(mine) != len(other):
+            return f"{path} has {len(mine)} entries, {len(other)} are needed"
+        steps = (
+            (f"{path}[{i}]", a, b, capacity)
+            for i, (a, b) in enumerate(zip(mine, other, strict=True))
+        )
+    elif dataclasses.is_dataclass(mine):
+        steps = (
+            (
+                f"{path}.{f.name}",
+                getattr(mine, f.name),
+                getattr(other, f.name),
+                "capacity" in f.metadata,
+            )
+            for f in dataclasses.fields(mine)
+        )
+    elif capacity:
+        return None if mine >= other else f"{path} is {mine}, but {other} is needed"
+    else:
+        return None if mine == other else f"{path} is {mine}, but must be {other}"
+    return next(filter(None, (_shortfall(a, b, name, c) for name, a, b, c in steps)), None)
+
+
+def _union(mine, other, path, capacity):
+    if isinstance(mine, tuple):
+        if len(mine) != len(other):
+            raise ValueError(
+                f"no spec covers both: {path} has {len(mine)} entries and {len(other)}"
+            )
+        pairs = enumerate(zip(mine, other, strict=True))
+        return tuple(_union(a, b, f"{path}[{i}]", capacity) for i, (a, b) in pairs)
+    if dataclasses.is_dataclass(mine):
+        merged = {
+            f.name: _union(
+                getattr(mine, f.name),
+                getattr(other, f.name),
+                f"{path}.{f.name}",
+                "capacity" in f.metadata,
+            )
+            for f in dataclasses.fields(mine)
+        }
+        return type(mine)(**merged)
+    if not capacity and mine != other:
+        raise ValueError(f"no spec covers both: {path} is {mine} in one and {other} in the other")
+    return max(mine, other)
+
+
+@dataclass(frozen=True)
+class TableSpec(_Sizes):
+    """Sizes of one `SliceTable`.
+
+    Attributes:
+        q_len, k_len: rows of the query and key buffers that the table speaks of.
+        tile_size: rows of a tile.
+        slices: capacity ``A``.
+        query_runs, query_ids: capacities ``R`` and ``I`` of ``by_query``.
+        key_runs, key_ids: the same of ``by_key``.
+    """
+
+    q_len: int
+    k_len: int = _capacity(None)
+    tile_size: int
+    slices: int = _capacity(MIN_ENTRIES)
+    query_runs: int = _capacity(MIN_ENTRIES)
+    query_ids: int = _capacity(MIN_ENTRIES)
+    key_runs: int = _capacity(MIN_ENTRIES)
+    key_ids: int = _capacity(MIN_ENTRIES)
+
+
+@dataclass(frozen=True)
+class CommSpec(_Sizes):
+    """Sizes of one `CommMeta`.
+
+    Attributes:
+        cp_size: number of ranks.
+        src_rows: rows of the local input.
+        dst_rows: rows of the buffer that is written.
+        pair_rows: rows of the block of each ordered pair of different ranks.
+        self_rows: most rows that a rank copies to itself; 0 when no row stays (every remote stage).
+        pieces: capacity ``L`` of ``send`` and ``recv``.
+    """
+
+    cp_size: int
+    src_rows: int
+    dst_rows: int = _capacity(MIN_BUFFER_ROWS)
+    pair_rows: int = _capacity(MIN_PAIR_ROWS)
+    self_rows: int = _capacity()
+    pieces: int = _capacity(MIN_ENTRIES)
+
+
+@dataclass(frozen=True)
+class PlanSpec(_Sizes):
+    """Every static size of an `AttentionPlan`; hashable, and equal specs compile once.
+
+    Attributes:
+        cp_size: number of ranks.
+        seq_len: tokens of the sequence; a mask may be shorter.
+        chunk_size: tokens of a dispatch chunk.
+        local_len: rows of each rank after dispatch.
+        segments: capacity ``G`` of the dispatch.
+        calc: sizes of the slice table of each stage; stage 0 is local.
+        comm: sizes of the cast that feeds stage ``i + 1``.
+        transfer: sizes of the transfer from the contiguous layout to the dispatched one.
+        roll_shifts: shifts that `AttentionPlan.rolls` holds.
+        rolls: sizes of each roll.
+    """
+
+    cp_size: int
+    seq_len: int
+    chunk_size: int
+    local_len: int
+    segments: int = _capacity(MIN_SEGMENTS)
+    calc: tuple[TableSpec, ...]
+    comm: tuple[CommSpec, ...]
+    transfer: CommSpec
+    roll_shifts: tuple[int, ...]
+    rolls: tuple[CommSpec, ...]
+
+    @property
+    def num_remote_stages(self) -> int:
+        """Stages whose keys come from other ranks."""
+        return len(self.comm)

@@ -1,0 +1,140 @@
+"""The tables that a plan is made of: pytrees whose leaves are int32 and whose sizes are static.
+
+Inside a plan every leaf has a leading ``[cp]`` axis; ``local(rank)`` strips it. `stack_plans` puts a
+replica axis in front of that.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from magi_jax.plan.spec import CommSpec
+from magi_jax.solver.slice_table import TileRuns
+
+PEER, SRC_ROW, DST_ROW, N_ROWS, SLOT = range(5)
+GLOBAL_START, LOCAL_START, SEGMENT_ROWS = range(3)
+
+Array = Any  # a NumPy array while planning, a jax.Array on a device, a tracer under jit
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SliceTable:
+    """What an attention kernel reads; see docs/architecture.md, "Slice table".
+
+    Attributes:
+        slices: ``[A, 6]`` tight slices in local coordinates; zero rows are padding.
+        by_query: walk of query tiles along keys.
+        by_key: walk of key tiles along queries.
+        q_len, k_len: static; rows of the query and key buffers that the table was made for.
+        tile_size: static; rows of a tile.
+    """
+
+    slices: Array
+    by_query: TileRuns
+    by_key: TileRuns
+    q_len: int = dataclasses.field(metadata={"static": True})
+    k_len: int = dataclasses.field(metadata={"static": True})
+    tile_size: int = dataclasses.field(metadata={"static": True})
+
+    def local(self, rank: Array, cp_size: int) -> "SliceTable":
+        """The table of one rank, without the ``[cp]`` axis."""
+        return local_part(self, rank, cp_size, lead=self.slices.ndim - 2)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CommMeta:
+    """Rows that move between ranks; see docs/architecture.md, "Plan".
+
+    Attributes:
+        send: ``[cp, L, 5]`` rows ``(peer, src_row, dst_row, n_rows, slot)``, sorted by (peer, slot).
+        recv: ``[cp, L, 5]`` the same pieces seen by the receiver, sorted by ``dst_row``.
+        spec: static sizes.
+    """
+
+    send: Array
+    recv: Array
+    spec: CommSpec = dataclasses.field(metadata={"static": True})
+
+    @property
+    def src_rows(self) -> int:
+        """Rows of the local input."""
+        return self.spec.src_rows
+
+    @property
+    def dst_rows(self) -> int:
+        """Rows of the received buffer."""
+        return self.spec.dst_rows
+
+    @property
+    def pair_rows(self) -> int:
+        """Rows of the block of each ordered pair of different ranks."""
+        return self.spec.pair_rows
+
+    @property
+    def self_rows(self) -> int:
+        """Most rows that a rank copies to itself; 0 when none ever is."""
+        return self.spec.self_rows
+
+    def local(self, rank: Array) -> "CommMeta":
+        """The pieces of one rank, ``[L, 5]``, whether the leaves arrive sharded or whole."""
+        return local_part(self, rank, self.spec.cp_size, lead=self.send.ndim - 2)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DispatchMeta:
+    """Where each token lives.
+
+    Attributes:
+        segments: ``[cp, G, 3]`` rows ``(global_start, local_start, n_rows)``, in global and in local order;
+            padding has ``n_rows == 0``.
+        positions: ``[cp, local_len]`` global position of each local row, -1 = padding.
+        transfer: from the contiguous layout (rank ``r`` holds ``ceil(seq_len / cp)`` rows from
+            ``r * ceil(seq_len / cp)``) to the dispatched one.
+    """
+
+    segments: Array
+    positions: Array
+    transfer: CommMeta
+
+
+def local_part(tree: Any, rank: Array, cp_size: int, lead: int) -> Any:
+    """Strips the leading axes of every leaf of ``tree`` for one rank.
+
+    Args:
+        tree: any pytree whose leaves share ``lead`` leading axes: ``[cp]`` or ``[replicas, cp]``.
+        rank: index along the cp axis, a Python integer or a traced scalar (``axis_index``).
+        cp_size: number of ranks.
+        lead: number of leading axes; 0 returns ``tree`` as it is (it is local already).
+
+    Raises:
+        ValueError: the cp axis is neither sharded (1) nor whole (``cp_size``), or a replica axis has not
+            been sharded down to 1.
+    """
+    if lead == 0:
+        return tree
+    if lead > 2:
+        raise ValueError(f"expected leading axes [cp] or [replicas, cp], got {lead} of them")
+
+    def strip(leaf):
+        if lead == 2:
+            if leaf.shape[0] != 1:
+                raise ValueError(
+                    f"a stacked plan has {leaf.shape[0]} replicas here; shard its first axis over the"
+                    f" batch axis so that each rank sees 1 (leaf shape {leaf.shape})"
+                )
+            leaf = leaf[0]
+        if leaf.shape[0] == 1:
+            return leaf[0]
+        if leaf.shape[0] != cp_size:
+            raise ValueError(
+                f"a plan leaf has {leaf.shape[0]} ranks on its leading axis; 1 (sharded) or {cp_size} (whole)"
+                f" is needed (leaf shape {leaf.shape})"
+            )
+        return jax.lax.dynamic_index_in_dim(leaf, rank, axis=0, keepdims=False)
+
+    return jax.tree.map(strip, tree)
