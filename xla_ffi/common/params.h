@@ -29,6 +29,8 @@ struct TileRuns {
   const int32_t* ids;    // [I], rows of `slices`
   const int32_t* order;  // [M], tiles by decreasing work
   int32_t num_tiles;     // M
+  int32_t num_runs;      // R, capacity; entries of a table may be hostile, so device code clamps to it
+  int32_t num_ids;       // I, likewise
 };
 
 struct Problem {
@@ -40,6 +42,7 @@ struct Problem {
   float scale;                   // logits are scale * q.k
   float logits_soft_cap;         // cap * tanh(logits / cap); 0 = none
   DType dtype;                   // of q, k, v, dout
+  int32_t num_slices;            // A, capacity of `slices`
 };
 
 struct ForwardParams {
