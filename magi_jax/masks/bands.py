@@ -80,6 +80,31 @@ def intersect(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return tighten(np.stack([*columns, lower[:, D_MIN], upper[:, D_MAX]], axis=1))
 
 
+def subtract(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Row by row difference: the cells of ``a`` outside ``b`` as disjoint tight slices, ``[A, 6, 6]``.
+
+    The six of each row are the queries before and after ``b`` and, in its queries, the keys before it,
+    below its band, above its band and after it; those without a cell are zeros.
+    """
+    a = np.asarray(a, np.int64)
+    common = intersect(a, b)
+    pieces = np.repeat(a[:, None], 6, axis=1)
+    pieces[:, 0, Q_END] = common[:, Q_START]
+    pieces[:, 1, Q_START] = common[:, Q_END]
+    pieces[:, 2:, Q_START:K_START] = common[:, None, Q_START:K_START]
+    # The rows of a tight slice have low < k_end and high > k_start, so the band pieces stay inside its keys.
+    pieces[:, 2, K_END] = np.minimum(a[:, K_END], common[:, K_START])
+    pieces[:, 3, K_START] = np.maximum(a[:, K_START], common[:, K_START])
+    pieces[:, 3, D_MAX] = np.minimum(a[:, D_MAX], common[:, D_MIN] - 1)
+    pieces[:, 4, K_END] = np.minimum(a[:, K_END], common[:, K_END])
+    pieces[:, 4, D_MIN] = np.maximum(a[:, D_MIN], common[:, D_MAX] + 1)
+    pieces[:, 5, K_START] = np.maximum(a[:, K_START], common[:, K_END])
+    apart = ~is_visible(common)
+    pieces[apart, 0] = a[apart]
+    pieces[apart, 1:] = 0
+    return tighten(pieces.reshape(-1, NUM_COLUMNS)).reshape(-1, 6, NUM_COLUMNS)
+
+
 def area(slices: np.ndarray) -> np.ndarray:
     """Visible (query, key) pairs of each slice, int64 ``[A]``, in closed form."""
     q0, q1, k0, k1, d0, d1 = np.asarray(slices, np.int64).T
