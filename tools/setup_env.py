@@ -56,8 +56,8 @@ def main() -> None:
 
 def _check_tools() -> None:
     try:
-        import ensurepip  # noqa: F401, PLC0415
-        import venv  # noqa: F401, PLC0415
+        import ensurepip  # noqa: F401
+        import venv  # noqa: F401
     except ImportError:
         sys.exit(
             f"error: {sys.executable} cannot make environments; install its venv module"

@@ -1,0 +1,94 @@
+"""Working ahead of the training loop in background threads."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Prefetch(Generic[Result]):
+    """Iterator over ``function(item)`` for the items of a source, computed ahead of their use.
+
+    Results come in the order of the source however many workers there are. At most ``depth + 1`` items are
+    ahead of the consumer. An exception of the source or of the function is raised where its result would
+    have come, and ends the iteration. Use it as a context manager, or call `close`, to stop early.
+
+    Planning is mostly NumPy, which lets other threads run, so threads serve well next to a device; a
+    pipeline that also decodes or tokenises is better off in the worker processes of a data-loading library.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Item],
+        function: Callable[[Item], Result],
+        *,
+        depth: int = 2,
+        workers: int = 1,
+    ):
+        """Starts working at once.
+
+        Args:
+            source: items; read in one background thread.
+            function: what to compute for each item.
+            depth: results that may wait, at least 1.
+            workers: threads that run ``function``, at least 1.
+        """
+        if depth < 1 or workers < 1:
+            raise ValueError(f"depth and workers must be at least 1, got {depth=} {workers=}")
+        self._results: queue.Queue[Future[Result] | None] = queue.Queue(maxsize=depth)
+        self._stopped = threading.Event()
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="magi_jax_prefetch")
+        self._reader = threading.Thread(target=self._read, args=(source, function), daemon=True)
+        self._reader.start()
+
+    def _read(self, source: Iterable[Item], function: Callable[[Item], Result]) -> None:
+        try:
+            for item in source:
+                if not self._put(self._pool.submit(function, item)):
+                    return
+            self._put(None)
+        except BaseException as error:  # handed to the consumer, whatever it is
+            failed: Future[Result] = Future()
+            failed.set_exception(error)
+            self._put(failed)
+
+    def _put(self, entry: Future[Result] | None) -> bool:
+        """Waits for room; False when the consumer has stopped."""
+        while not self._stopped.is_set():
+            try:
+                self._results.put(entry, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def __iter__(self) -> Iterator[Result]:
+        return self
+
+    def __next__(self) -> Result:
+        if self._stopped.is_set():
+            raise StopIteration
+        entry = self._results.get()
+        if entry is None:
+            self.close()
+            raise StopIteration
+        try:
+            return entry.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stops the background threads; results that wait are dropped."""
+        self._stopped.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> "Prefetch[Result]":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()

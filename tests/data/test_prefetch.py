@@ -1,0 +1,81 @@
+"""Work done ahead comes in order, is bounded, and hands its errors over."""
+
+import itertools
+import threading
+import time
+
+import pytest
+
+from magi_jax.data import Prefetch
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_results_come_in_the_order_of_the_source(workers):
+    def slow_when_even(item):
+        time.sleep(0.002 * (item % 2 == 0))
+        return item * item
+
+    with Prefetch(range(30), slow_when_even, depth=4, workers=workers) as results:
+        assert list(results) == [item * item for item in range(30)]
+
+
+def test_no_more_than_depth_and_one_items_are_ahead():
+    taken = 0
+    blocked = threading.Event()
+
+    def source():
+        nonlocal taken
+        for item in itertools.count():
+            taken += 1
+            if taken > 4:
+                blocked.set()  # one item too many was asked for
+            yield item
+
+    with Prefetch(source(), lambda item: item, depth=2) as results:
+        assert next(results) == 0
+        # One item was used, two wait, and one waits for room.
+        assert not blocked.wait(0.5)
+        assert next(results) == 1
+        assert blocked.wait(10)
+
+
+def test_error_of_the_function_comes_in_its_place():
+    def fails_at_two(item):
+        if item == 2:
+            raise KeyError("no plan for item 2")
+        return item
+
+    results = Prefetch(range(5), fails_at_two, depth=3, workers=2)
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(KeyError, match="item 2"):
+        next(results)
+    with pytest.raises(StopIteration):
+        next(results)
+
+
+def test_error_of_the_source_comes_in_its_place():
+    def source():
+        yield 1
+        raise OSError("the disk is gone")
+
+    results = Prefetch(source(), lambda item: item)
+    assert next(results) == 1
+    with pytest.raises(OSError, match="disk"):
+        next(results)
+
+
+def test_close_ends_the_threads_of_an_endless_source():
+    before = threading.active_count()
+    with Prefetch(itertools.count(), lambda item: item) as results:
+        assert next(results) == 0
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def test_refuses_no_room_or_no_workers():
+    with pytest.raises(ValueError, match="depth=0"):
+        Prefetch([], print, depth=0)
+    with pytest.raises(ValueError, match="workers=0"):
+        Prefetch([], print, workers=0)
