@@ -7,7 +7,7 @@
 
 PYTHON ?=
 VENV ?= .venv
-EXTRAS ?= flax,data,plot,test
+EXTRAS ?= flax,data,plot,test,dev
 ARGS ?=
 JOBS ?= 2
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG_LINES_SHOWN = 30
+BUILD_TOOLS = ["cmake>=3.24", "ninja>=1.11"]
 
 
 def main() -> None:
@@ -105,10 +106,15 @@ def _create_venv(venv: Path) -> None:
 
 
 def _requirements(project: dict, extras: list[str]) -> list[str]:
-    """What to install before the package itself: its build system, dependencies and extras."""
+    """What to install before the package itself: its build system, dependencies and extras.
+
+    The build system's own pin of jax is for wheels; here the extension is built with the headers of the
+    jaxlib that it will run with.
+    """
     optional = project["project"].get("optional-dependencies", {})
     own_name = re.compile(rf"^{re.escape(project['project']['name'])}\[(.*)\]$")
-    wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    build = [r for r in project["build-system"]["requires"] if not re.match(r"jax(lib)?\b", r)]
+    wanted = [*build, *BUILD_TOOLS, *project["project"]["dependencies"]]
     queue, seen = list(extras), set()
     while queue:
         extra = queue.pop(0)
