@@ -2,7 +2,8 @@
 
 The public names live here and are loaded when first used: importing ``magi_jax.masks`` or
 ``magi_jax.solver`` loads NumPy alone, so that a data-loading process can plan without JAX.
-``magi_jax.flax`` and ``magi_jax.data`` are loaded in the same way and need the extras of their name.
+``magi_jax.flax`` and ``magi_jax.data`` are loaded in the same way and need the extras of their
+name.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md that can be read off the source: layers, state, documentation, BUILD."""
+"""The rules of docs/architecture.md that can be read off the source."""
 
 import ast
 import re
@@ -34,7 +34,16 @@ MAX_ARGUMENTS = 8
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
 CPP_FILES = sorted(p for p in (ROOT / "xla_ffi").rglob("*") if p.suffix in MAX_FILE_LINES)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter"}
+MUTABLE_CALLS = {
+    "list",
+    "dict",
+    "set",
+    "bytearray",
+    "defaultdict",
+    "deque",
+    "OrderedDict",
+    "Counter",
+}
 MUTABLE_NODES = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MUTATORS = {"append", "add", "update", "setdefault", "extend", "insert", "pop", "clear", "remove"}
 
@@ -96,7 +105,9 @@ def test_python_reads_no_environment(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
             where = f"{_name(path)}:{node.lineno}"
-            assert node.attr not in ("environ", "getenv", "putenv"), f"{where}: reads the environment"
+            assert node.attr not in ("environ", "getenv", "putenv"), (
+                f"{where}: reads the environment"
+            )
 
 
 @pytest.mark.parametrize("path", CPP_FILES, ids=_name)
@@ -123,7 +134,9 @@ def test_no_module_level_mutable_state(path):
         where = f"{_name(path)}:{getattr(node, 'lineno', 0)}"
         assert not isinstance(node, ast.Global), f"{where}: global"
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
-            assert getattr(node.value, "id", None) not in tables, f"{where}: changes a module's table"
+            assert getattr(node.value, "id", None) not in tables, (
+                f"{where}: changes a module's table"
+            )
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             changes = node.func.attr in MUTATORS and getattr(node.func.value, "id", None) in tables
             assert not changes, f"{where}: changes a module's table"
@@ -149,26 +162,32 @@ def test_public_names_have_docstrings(path):
 
 
 def _build_targets() -> list[tuple[str, list[str]]]:
-    """Names and source files of the targets in BUILD, which is read as the Python that it also is."""
+    """Names and sources of the targets in BUILD, which is read as the Python that it also is."""
     targets = []
 
     def rule(name, srcs=(), hdrs=(), **_):
         targets.append((name, [*srcs, *hdrs]))
 
     def glob(include, exclude=()):
-        found = {path.relative_to(ROOT).as_posix() for pattern in include for path in ROOT.glob(pattern)}
-        return sorted(found - {p.relative_to(ROOT).as_posix() for e in exclude for p in ROOT.glob(e)})
+        found = {
+            path.relative_to(ROOT).as_posix() for pattern in include for path in ROOT.glob(pattern)
+        }
+        return sorted(
+            found - {p.relative_to(ROOT).as_posix() for e in exclude for p in ROOT.glob(e)}
+        )
 
     rules = ("py_library", "py_binary", "py_test", "cc_library", "cc_binary", "filegroup")
     scope = {name: rule for name in rules} | {"glob": glob, "package": lambda **_: None}
-    exec(compile((ROOT / "BUILD").read_text(), "BUILD", "exec"), scope)  # noqa: S102
+    exec(compile((ROOT / "BUILD").read_text(), "BUILD", "exec"), scope)
     return targets
 
 
 def test_every_source_is_in_exactly_one_build_target():
     listed = Counter(source for _, sources in _build_targets() for source in sources)
     folders = ("magi_jax", "xla_ffi", "tests", "examples", "benchmarks")
-    sources = {_name(p) for f in folders for p in (ROOT / f).rglob("*") if p.suffix in MAX_FILE_LINES}
+    sources = {
+        _name(p) for f in folders for p in (ROOT / f).rglob("*") if p.suffix in MAX_FILE_LINES
+    }
     assert not sorted(sources - set(listed)), "in no target of BUILD"
     assert not sorted(set(listed) - sources), "in BUILD, but no such file"
     assert not [source for source, count in listed.items() if count > 1], "in several targets"

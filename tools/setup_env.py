@@ -1,8 +1,9 @@
 """Makes the environment that `make demo` and `make test` run in, and keeps it up to date.
 
-Uses the standard library alone. Requirements are installed again when the lists in pyproject.toml change,
-and the extension is built again when its sources or the installed jaxlib change; otherwise this returns at
-once. Everything that pip and the compiler print goes to ``setup.log`` in the environment.
+Uses the standard library alone. Requirements are installed again when the lists in pyproject.toml
+change, and the extension is built again when its sources or the installed jaxlib change; otherwise
+this returns at once. Everything that pip and the compiler print goes to ``setup.log`` in the
+environment.
 """
 
 import argparse
@@ -23,10 +24,13 @@ BUILD_TOOLS = ["cmake>=3.24", "ninja>=1.11"]
 
 
 def main() -> None:
+    """Brings the environment up to date, or explains in one sentence what is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--extras", default="", help="comma-separated extras of pyproject.toml")
-    parser.add_argument("--use-this-python", action="store_true", help="recreate a venv of another one")
+    parser.add_argument(
+        "--use-this-python", action="store_true", help="recreate a venv of another one"
+    )
     args = parser.parse_args()
 
     venv = args.venv.absolute()
@@ -108,8 +112,8 @@ def _create_venv(venv: Path) -> None:
 def _requirements(project: dict, extras: list[str]) -> list[str]:
     """What to install before the package itself: its build system, dependencies and extras.
 
-    The build system's own pin of jax is for wheels; here the extension is built with the headers of the
-    jaxlib that it will run with.
+    The build system's own pin of jax is for wheels; here the extension is built with the headers of
+    the jaxlib that it will run with.
     """
     optional = project["project"].get("optional-dependencies", {})
     own_name = re.compile(rf"^{re.escape(project['project']['name'])}\[(.*)\]$")
@@ -122,7 +126,9 @@ def _requirements(project: dict, extras: list[str]) -> list[str]:
             continue
         seen.add(extra)
         if extra not in optional:
-            sys.exit(f"error: there is no extra {extra!r}; choose from {', '.join(sorted(optional))}.")
+            sys.exit(
+                f"error: there is no extra {extra!r}; choose from {', '.join(sorted(optional))}."
+            )
         for requirement in optional[extra]:
             if nested := own_name.match(requirement):
                 queue += [name.strip() for name in nested[1].split(",")]
@@ -151,7 +157,7 @@ def _is_current(venv: Path, name: str, digest: str) -> bool:
 
 
 def _step(venv: Path, name: str, digest: str, title: str, pip_arguments: list[str]) -> None:
-    """Runs pip unless the stamp says that it ran with the same inputs; shows progress on one line."""
+    """Runs pip unless it ran with the same inputs before; shows progress on one line."""
     if _is_current(venv, name, digest):
         return
     start, log = time.monotonic(), venv / "setup.log"

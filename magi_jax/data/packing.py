@@ -1,7 +1,7 @@
 """Packing documents of any length into sequences of one length, with NumPy alone.
 
-A document longer than a sequence is cut, and its pieces count as documents: nothing attends, and no label
-reaches, from one piece to another. Packing is deterministic in the order of the documents.
+A document longer than a sequence is cut, and its pieces count as documents: nothing attends, and no
+label reaches, from one piece to another. Packing is deterministic in the order of the documents.
 """
 
 import bisect
@@ -21,7 +21,8 @@ class Packed(NamedTuple):
         tokens: token of each place; 0 where there is padding.
         segment_ids: document of each place, counted from 1; 0 where there is padding.
         positions: place within the document, for rotary embeddings; 0 where there is padding.
-        labels: next token of the same document; ``NO_LABEL`` at the end of a document and in padding.
+        labels: next token of the same document; ``NO_LABEL`` at the end of a document and in
+            padding.
     """
 
     tokens: np.ndarray
@@ -36,9 +37,9 @@ def assign(lengths: Iterable[int], seq_len: int, *, method: str = "best_fit") ->
     Args:
         lengths: tokens of each document, at most ``seq_len``.
         seq_len: tokens of a sequence.
-        method: ``"best_fit"`` puts the longest documents first, each into the fullest sequence that has
-            room (best-fit decreasing); ``"greedy"`` keeps the order and begins a new sequence when the
-            next document does not fit.
+        method: ``"best_fit"`` puts the longest documents first, each into the fullest sequence that
+            has room (best-fit decreasing); ``"greedy"`` keeps the order and begins a new sequence
+            when the next document does not fit.
 
     Returns:
         Indices of the documents of each sequence.
@@ -116,9 +117,9 @@ def pack(
 ) -> Iterator[Packed]:
     """Packs a stream of documents, of whatever length and number, into sequences.
 
-    Reads ``window`` documents at a time, packs them by `assign`, and hands each window's sequences on
-    except those that are less than half full, whose documents wait for the next window. The last sequences
-    of the stream may be padded.
+    Reads ``window`` documents at a time, packs them by `assign`, and hands each window's sequences
+    on except those that are less than half full, whose documents wait for the next window. The last
+    sequences of the stream may be padded.
 
     Args:
         documents: token ids ``[length]`` of each document.

@@ -13,12 +13,14 @@ Result = TypeVar("Result")
 class Prefetch(Generic[Result]):
     """Iterator over ``function(item)`` for the items of a source, computed ahead of their use.
 
-    Results come in the order of the source however many workers there are. At most ``depth + 1`` items are
-    ahead of the consumer. An exception of the source or of the function is raised where its result would
-    have come, and ends the iteration. Use it as a context manager, or call `close`, to stop early.
+    Results come in the order of the source however many workers there are. At most ``depth + 1``
+    items are ahead of the consumer. An exception of the source or of the function is raised where
+    its result would have come, and ends the iteration. Use it as a context manager, or call
+    `close`, to stop early.
 
-    Planning is mostly NumPy, which lets other threads run, so threads serve well next to a device; a
-    pipeline that also decodes or tokenises is better off in the worker processes of a data-loading library.
+    Planning is mostly NumPy, which lets other threads run, so threads serve well next to a device;
+    a pipeline that also decodes or tokenises is better off in the worker processes of a
+    data-loading library.
     """
 
     def __init__(

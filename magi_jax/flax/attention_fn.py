@@ -1,0 +1,90 @@
+"""Adapters from a plan or a mask to the ``attention_fn`` that Flax's attention modules call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from magi_jax.masks import AttnMask
+from magi_jax.ops import flex_flash_attention
+from magi_jax.parallel import dist_attention
+from magi_jax.plan import AttentionPlan
+
+
+def attention_fn(
+    plan: AttentionPlan | AttnMask,
+    *,
+    axis_name: str = "cp",
+    mesh: jax.sharding.Mesh | None = None,
+    **options: Any,
+) -> Callable[..., jax.Array]:
+    """Makes the ``attention_fn`` of `nnx.MultiHeadAttention` or linen's
+    `MultiHeadDotProductAttention`.
+
+    The mask is the plan's. Whatever else Flax can ask for (a dense mask or bias, dropout,
+    ``is_causal``) is refused when it is asked for; ``precision`` is accepted and unused, since the
+    kernels always accumulate in float32.
+
+    A plan that is an argument of the jitted step belongs to that trace: make the function inside
+        the step,
+    ``nnx.MultiHeadAttention.set_attributes(attention_fn=...)`` on a merged copy, or build linen's
+    module with it. The blocks of `magi_jax.flax` take the function as a call argument and need
+    neither.
+
+    Args:
+        plan: plan of the dispatched sequence, or a mask for a sequence on one device.
+        axis_name: mesh axis that the sequence is sharded over.
+        mesh: mesh, where it is not in the context.
+        **options: passed on to `dist_attention`, or to `flex_flash_attention` for a mask:
+            ``scale``, ``logits_soft_cap`` and so on.
+
+    Returns:
+        A function ``(query [*B, T, N, H], key [*B, T, K, H], value [*B, T, K, Hv], ...) -> [*B, T,
+        N, Hv]``.
+    """
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        if isinstance(plan, AttnMask):
+            return flex_flash_attention(query, key, value, plan, return_residual=False, **options)
+        return dist_attention(query, key, value, plan, axis_name=axis_name, mesh=mesh, **options)
+
+    # The names are those that Flax passes by keyword; linen passes only those that it finds here.
+    def attention(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True,
+        deterministic: bool = True,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+    ) -> jax.Array:
+        del dropout_rng, broadcast_dropout, precision
+        _refuse("bias", bias is not None, "a dense bias would need T x S memory")
+        _refuse("mask", mask is not None, "the mask is the plan's; give it to make_plan")
+        _refuse("is_causal=True", is_causal, "the mask is the plan's; give make_plan a causal mask")
+        _refuse(
+            f"dropout_rate={dropout_rate}",
+            dropout_rate > 0.0 and not deterministic,
+            "attention weights are never stored, so there is nothing to drop; use 0",
+        )
+        _refuse("sow_weights", module is not None, "attention weights are never stored")
+        einsum = qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None
+        _refuse("an einsum of the caller", einsum, "the kernels do the products themselves")
+        if dtype is not None:
+            query, key, value = (x.astype(dtype) for x in (query, key, value))
+        return attend(query, key, value)
+
+    return attention
+
+
+def _refuse(what: str, asked: bool, why: str) -> None:
+    if asked:
+        raise NotImplementedError(f"magi_jax.flax.attention_fn does not take {what}: {why}")

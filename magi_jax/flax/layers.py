@@ -1,0 +1,187 @@
+"""Small Flax NNX layers of a decoder whose attention is handed to them.
+
+Every layer takes ``attend``, a function ``(query, key, value) -> out`` such as `attention_fn`
+makes, as an argument of the call. So one model runs under a plan, under a mask on one device, or
+under a reference, and a plan that is an argument of the jitted step needs no place in the model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def rotate(x: jax.Array, positions: jax.Array, *, theta: float = 10_000.0) -> jax.Array:
+    """Rotary position embedding (arXiv:2104.09864), pairing the two halves of the head dimension.
+
+    Args:
+        x: ``[*B, T, N, H]``, H even.
+        positions: position of each token, ``[*B, T]`` integer: global positions, as
+            ``plan.positions``, or positions within documents, which give the same scores inside
+            every document. Tokens may be in any order; padding may have any position.
+        theta: base of the frequencies.
+
+    Returns:
+        ``[*B, T, N, H]`` in the dtype of ``x``; angles are float32.
+    """
+    half = x.shape[-1] // 2
+    if x.shape[-1] % 2 or positions.shape != x.shape[:-2]:
+        raise ValueError(
+            "rotate needs x [*B, T, N, H] with even H and positions [*B, T];"
+            f" got {x.shape=} {positions.shape=}"
+        )
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Self-attention with rotary embeddings and grouped key/value heads."""
+
+    def __init__(
+        self,
+        features: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        theta: float = 10_000.0,
+        dtype: jnp.dtype | None = None,
+        rngs: nnx.Rngs,
+    ):
+        """Makes the projections.
+
+        Args:
+            features: width of the residual stream.
+            num_heads: query heads N.
+            num_kv_heads: key/value heads K; N must be a multiple of it.
+            head_dim: H.
+            theta: base of the rotary frequencies.
+            dtype: dtype of the computation; parameters are float32.
+            rngs: random streams.
+        """
+        if num_heads % num_kv_heads:
+            raise ValueError(f"{num_heads=} is not a multiple of {num_kv_heads=}")
+        self.theta = theta
+
+        def project(heads: int) -> nnx.LinearGeneral:
+            out = (heads, head_dim)
+            return nnx.LinearGeneral(features, out, use_bias=False, dtype=dtype, rngs=rngs)
+
+        self.query, self.key, self.value = map(project, (num_heads, num_kv_heads, num_kv_heads))
+        self.out = nnx.LinearGeneral(
+            (num_heads, head_dim), features, axis=(-2, -1), use_bias=False, dtype=dtype, rngs=rngs
+        )
+
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        """``x [*B, T, D]`` and ``positions [*B, T]`` to ``[*B, T, D]``."""
+        query = rotate(self.query(x), positions, theta=self.theta)
+        key = rotate(self.key(x), positions, theta=self.theta)
+        return self.out(attend(query, key, self.value(x)))
+
+
+class SwiGLU(nnx.Module):
+    """Gated feed-forward layer (arXiv:2002.05202)."""
+
+    def __init__(
+        self, features: int, hidden: int, *, dtype: jnp.dtype | None = None, rngs: nnx.Rngs
+    ):
+        """Makes the projections; ``hidden`` is the width between them."""
+
+        def linear(before: int, after: int) -> nnx.Linear:
+            return nnx.Linear(before, after, use_bias=False, dtype=dtype, rngs=rngs)
+
+        self.gate, self.up = linear(features, hidden), linear(features, hidden)
+        self.down = linear(hidden, features)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., D]`` to ``[..., D]``."""
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of a `Decoder`.
+
+    Attributes:
+        vocab_size: number of tokens.
+        num_layers: number of blocks.
+        features: width of the residual stream.
+        num_heads, num_kv_heads, head_dim: N, K and H of the attention.
+        hidden: width inside the feed-forward layers.
+        theta: base of the rotary frequencies.
+        dtype: dtype of the computation, None for that of the parameters, which are float32.
+    """
+
+    vocab_size: int
+    num_layers: int
+    features: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden: int
+    theta: float = 10_000.0
+    dtype: jnp.dtype | None = None
+
+
+class DecoderBlock(nnx.Module):
+    """Pre-norm transformer block: RMSNorm, attention, RMSNorm, SwiGLU."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        """Makes the layers of one block."""
+        features, dtype = config.features, config.dtype
+        self.attention_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
+        self.attention = Attention(
+            features,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            theta=config.theta,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.mlp_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
+        self.mlp = SwiGLU(features, config.hidden, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        """``x [*B, T, D]`` and ``positions [*B, T]`` to ``[*B, T, D]``."""
+        x = x + self.attention(self.attention_norm(x), positions, attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nnx.Module):
+    """A language model of `DecoderBlock`s; each block is given its own attention."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        """Makes the embedding, the blocks, the last norm and the output projection."""
+        vocab_size, features, dtype = config.vocab_size, config.features, config.dtype
+        self.embed = nnx.Embed(vocab_size, features, dtype=dtype, rngs=rngs)
+        self.blocks = nnx.List(DecoderBlock(config, rngs=rngs) for _ in range(config.num_layers))
+        self.norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(features, vocab_size, use_bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, attends: tuple[Attend, ...]
+    ) -> jax.Array:
+        """Logits of every token.
+
+        Args:
+            tokens: ``[*B, T]`` integer.
+            positions: ``[*B, T]`` integer.
+            attends: attention of the blocks in turn; shorter tuples are repeated, so that a tuple
+                of two alternates.
+
+        Returns:
+            ``[*B, T, vocab_size]`` float32.
+        """
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            x = block(x, positions, attends[index % len(attends)])
+        return self.head(self.norm(x)).astype(jnp.float32)
