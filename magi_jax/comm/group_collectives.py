@@ -1,0 +1,214 @@
+"""`group_cast` and `group_reduce`: rows pushed to exactly the ranks that need them, and their sums pulled back.
+
+They are each other's transpose, and each is the other's derivative. See docs/architecture.md, "Plan", for
+the tables of a `CommMeta`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from magi_jax.comm.manual_axes import make_varying, manual_axis_size, varying_axes
+from magi_jax.comm.portable import PORTABLE
+from magi_jax.comm.transport import Transport, sum_dtype
+from magi_jax.plan import CommMeta
+
+TRANSPORTS = {PORTABLE.name: PORTABLE}
+OPS = ("sum", "lse")
+
+
+def get_transport(name: str | None) -> Transport:
+    """Looks a transport up; None is the portable one.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    name = PORTABLE.name if name is None else name
+    if name not in TRANSPORTS:
+        raise ValueError(f"unknown transport {name!r}; there are {sorted(TRANSPORTS)}")
+    return TRANSPORTS[name]
+
+
+def group_cast(x: Any, comm: CommMeta, axis_name: str, *, transport: str | None = None) -> Any:
+    """Sends rows of ``x`` to the ranks that need them and puts each where ``comm`` says.
+
+    Call it inside a `shard_map` that is manual over ``axis_name``. Its derivative is `group_reduce`, with
+    sums in float32.
+
+    Args:
+        x: pytree of arrays ``[src_rows, ...]`` of any dtype.
+        comm: the transfer, with its ``[cp]`` axis sharded, whole or already stripped.
+        axis_name: mesh axis whose ranks exchange rows.
+        transport: None or "portable": padded `all_to_all`.
+
+    Returns:
+        The pytree with leaves ``[dst_rows, ...]``; rows that nobody sends are zero.
+
+    Raises:
+        ValueError: wrong number of rows, ``comm`` for another number of ranks, or an axis that is not manual.
+    """
+    backend = get_transport(transport)
+    local = _local_comm(comm, axis_name, "group_cast")
+    leaves, treedef = jax.tree.flatten(x)
+    leaves = _prepare(leaves, local, axis_name, local.src_rows, "group_cast", "src_rows")
+    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    others = [i for i in range(len(leaves)) if i not in floats]
+    moved = dict(
+        zip(others, backend.cast([leaves[i] for i in others], local, axis_name), strict=True)
+    )
+    cast = _cast(backend, axis_name, [leaves[i] for i in floats], local)
+    moved.update(zip(floats, cast, strict=True))
+    return jax.tree.unflatten(treedef, [moved[i] for i in range(len(leaves))])
+
+
+def group_reduce(
+    y: Any,
+    comm: CommMeta,
+    axis_name: str,
+    *,
+    op: str = "sum",
+    wire_dtype: Any = None,
+    out_dtype: Any = None,
+    transport: str | None = None,
+) -> Any:
+    """Returns rows to their owners and combines what comes back for each row: the transpose of `group_cast`.
+
+    Call it inside a `shard_map` that is manual over ``axis_name``. The order of the additions is fixed.
+
+    Args:
+        y: for "sum" a pytree of floating arrays ``[dst_rows, ...]``; for "lse" a pair ``(out, lse)`` of
+            partial attention results ``[dst_rows, N, Hv]`` and ``[dst_rows, N]``.
+        comm: the transfer, with its ``[cp]`` axis sharded, whole or already stripped.
+        axis_name: mesh axis whose ranks exchange rows.
+        op: "sum", or "lse": ``out`` averaged with the weights ``exp(lse)``, ``lse`` log-sum-exp'ed.
+        wire_dtype: dtype in which values travel (``out`` for "lse"); None keeps the dtype of each leaf.
+        out_dtype: dtype of the result; None keeps the dtype of each leaf. Sums are made in float32 in any case.
+        transport: None or "portable": padded `all_to_all`.
+
+    Returns:
+        The same structure with leaves ``[src_rows, ...]``. Rows that nobody returns are zero (lse -inf).
+
+    Raises:
+        ValueError: wrong number of rows or shapes, an unknown ``op``, ``comm`` for another number of ranks, or
+            an axis that is not manual.
+    """
+    if op not in OPS:
+        raise ValueError(f"op must be one of {OPS}, got {op!r}")
+    backend = get_transport(transport)
+    local = _local_comm(comm, axis_name, "group_reduce")
+    leaves, treedef = jax.tree.flatten(y)
+    leaves = _prepare(leaves, local, axis_name, local.dst_rows, "group_reduce", "dst_rows")
+    wire = None if wire_dtype is None else jnp.dtype(wire_dtype)
+    out_dtypes = tuple(jnp.dtype(out_dtype or leaf.dtype) for leaf in leaves)
+    if op == "lse":
+        _check_partials(leaves)
+        reduced = _reduce_lse(backend, axis_name, wire, *leaves, local)
+        reduced = [reduced[0].astype(out_dtypes[0]), reduced[1].astype(leaves[1].dtype)]
+    else:
+        reduced = _reduce(backend, axis_name, wire, out_dtypes, leaves, local)
+    return jax.tree.unflatten(treedef, reduced)
+
+
+def _local_comm(comm: CommMeta, axis_name: str, function: str) -> CommMeta:
+    size = manual_axis_size(axis_name, function)
+    if size != comm.spec.cp_size:
+        raise ValueError(
+            f"{function}: the transfer was planned for {comm.spec.cp_size} ranks, but axis {axis_name!r} has {size}"
+        )
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if explicit:
+        raise ValueError(
+            f"{function} moves rows where the other mesh axes are manual or automatic; {explicit} are explicit"
+            " here: make the surrounding shard_map manual over them too"
+        )
+    return comm.local(jax.lax.axis_index(axis_name))
+
+
+def _prepare(leaves, comm, axis_name, num_rows, function, rows_name):
+    for leaf in leaves:
+        if not jnp.ndim(leaf) or leaf.shape[0] != num_rows:
+            raise ValueError(
+                f"{function} needs leaves of {num_rows} rows ({rows_name} of the transfer) on their leading axis,"
+                f" got shape {jnp.shape(leaf)}"
+            )
+    axes = varying_axes((leaves, comm)) | {axis_name}
+    return make_varying([jnp.asarray(leaf) for leaf in leaves], axes)
+
+
+def _check_partials(leaves):
+    if len(leaves) != 2 or leaves[0].shape[:-1] != leaves[1].shape:
+        raise ValueError(
+            'op="lse" takes a pair (out [dst_rows, N, Hv], lse [dst_rows, N]), got shapes'
+            f" {[leaf.shape for leaf in leaves]}"
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cast(backend, axis_name, leaves, comm):
+    return backend.cast(leaves, comm, axis_name)
+
+
+def _cast_forward(backend, axis_name, leaves, comm):
+    return _cast(backend, axis_name, leaves, comm), comm
+
+
+def _cast_backward(backend, axis_name, comm, cotangents):
+    sums = _reduce(backend, axis_name, None, tuple(g.dtype for g in cotangents), cotangents, comm)
+    return sums, None
+
+
+_cast.defvjp(_cast_forward, _cast_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _reduce(backend, axis_name, wire_dtype, out_dtypes, leaves, comm):
+    sums = backend.reduce_sum(leaves, comm, axis_name, wire_dtype)
+    return [total.astype(dtype) for total, dtype in zip(sums, out_dtypes, strict=True)]
+
+
+def _reduce_forward(backend, axis_name, wire_dtype, out_dtypes, leaves, comm):
+    dtypes = [jnp.zeros((), leaf.dtype) for leaf in leaves]
+    return _reduce(backend, axis_name, wire_dtype, out_dtypes, leaves, comm), (dtypes, comm)
+
+
+def _reduce_backward(backend, axis_name, wire_dtype, out_dtypes, residuals, cotangents):
+    like, comm = residuals
+    wire = [g.astype(wire_dtype or y.dtype) for g, y in zip(cotangents, like, strict=True)]
+    cast = _cast(backend, axis_name, wire, comm)
+    return [g.astype(y.dtype) for g, y in zip(cast, like, strict=True)], None
+
+
+_reduce.defvjp(_reduce_forward, _reduce_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _reduce_lse(backend, axis_name, wire_dtype, out, lse, comm):
+    return backend.reduce_lse(out, lse, comm, axis_name, wire_dtype)
+
+
+def _reduce_lse_forward(backend, axis_name, wire_dtype, out, lse, comm):
+    merged = _reduce_lse(backend, axis_name, wire_dtype, out, lse, comm)
+    return merged, (out, lse, merged, comm)
+
+
+def _reduce_lse_backward(backend, axis_name, wire_dtype, residuals, cotangents):
+    """The merged result is ``sum(w_i out_i)`` with ``w_i = exp(lse_i - lse)``, and ``d w_i = w_i (d lse_i - d lse)``."""
+    out, lse, (merged_out, merged_lse), comm = residuals
+    dout, dlse = cotangents
+    rest = dlse - jnp.sum(dout * merged_out, axis=-1)
+    moved = _cast(
+        backend, axis_name, [dout.astype(wire_dtype or out.dtype), rest, merged_lse], comm
+    )
+    dout, rest, merged_lse = moved
+    dtype = sum_dtype(out.dtype)
+    # No weight exceeds 1; the bound keeps rows that nobody sends (where merged_lse reads 0) finite.
+    weight = jnp.exp(jnp.minimum(lse.astype(dtype) - merged_lse, 0.0))
+    weight = jnp.where(lse > -jnp.inf, weight, 0.0)
+    dout = dout.astype(dtype)
+    dlse = weight * (jnp.sum(dout * out.astype(dtype), axis=-1) + rest)
+    return (weight[..., None] * dout).astype(out.dtype), dlse.astype(lse.dtype), None
+
+
+_reduce_lse.defvjp(_reduce_lse_forward, _reduce_lse_backward)
