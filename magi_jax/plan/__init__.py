@@ -1,6 +1,7 @@
 """Plans: the solvers' results as pytrees of int32 tables with static sizes."""
 
 from magi_jax.plan.attention_plan import AttentionPlan
+from magi_jax.plan.build import make_plan
 from magi_jax.plan.config import PlanConfig
 from magi_jax.plan.slice_table import slice_table
 from magi_jax.plan.spec import CommSpec, PlanSpec, TableSpec, bucket
@@ -20,5 +21,6 @@ __all__ = [
     "TileRuns",
     "bucket",
     "local_part",
+    "make_plan",
     "slice_table",
 ]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from magi_jax.solver.dispatch import STRATEGIES
 from magi_jax.solver.slice_table import TILE_SIZE
 
 
@@ -10,14 +11,18 @@ class PlanConfig:
     """How a plan is made. Hashable; no knob changes results, only where and when they are computed.
 
     Attributes:
-        chunk_size: tokens that move together in the dispatch. None chooses the largest power of two that
-            leaves each rank eight chunks, within [128, 1024].
+        seq_len: tokens of the sequence, of which a mask may fill a part; None takes the mask's
+            length.
+        chunk_size: tokens that move together in the dispatch. None chooses the largest power of two
+            that leaves each rank eight chunks, within [128, 1024], and less where ranks would stay
+            empty.
         dispatch: name of the strategy that gives chunks to ranks: "lpt", "zigzag" or "contiguous".
         overlap: number of remote stages (at least 1), or "auto".
         roll_shifts: shifts for which the plan holds a roll transfer.
         tile_size: rows of a tile in the slice tables; the kernels of this package read 128.
     """
 
+    seq_len: int | None = None
     chunk_size: int | None = None
     dispatch: str = "lpt"
     overlap: int | str = "auto"
@@ -25,8 +30,12 @@ class PlanConfig:
     tile_size: int = TILE_SIZE
 
     def __post_init__(self):
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}")
+        for name in ("seq_len", "chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.dispatch not in STRATEGIES:
+            raise ValueError(f"dispatch must be one of {sorted(STRATEGIES)}, got {self.dispatch!r}")
         if self.overlap != "auto" and not (isinstance(self.overlap, int) and self.overlap >= 1):
             raise ValueError(
                 f'overlap must be "auto" or an integer of at least 1, got {self.overlap!r}'

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from magi_jax.masks import bands
+from magi_jax.masks import AttnMask, bands
 from magi_jax.plan.spec import TableSpec
 from magi_jax.plan.tables import SliceTable
 from magi_jax.solver import slice_table as solver
@@ -10,7 +10,7 @@ from magi_jax.solver.slice_table import TileRuns
 
 
 def slice_table(
-    mask, *, tile_size: int = solver.TILE_SIZE, spec: TableSpec | None = None
+    mask: AttnMask, *, tile_size: int = solver.TILE_SIZE, spec: TableSpec | None = None
 ) -> SliceTable:
     """The table of a whole mask on one device, int32 NumPy leaves without a leading axis.
 
@@ -22,7 +22,7 @@ def slice_table(
     Raises:
         ValueError: ``spec`` is too small or of another kind; the first such size is named.
     """
-    rows = mask_rows(mask)
+    rows = mask.slices
     table = build_table(rows, np.zeros(len(rows), np.int64), 1, mask.q_len, mask.k_len, tile_size)
     table = pad_table(table, exact_spec(table).rounded() if spec is None else spec)
     return SliceTable(
@@ -35,12 +35,6 @@ def slice_table(
     )
 
 
-def mask_rows(mask) -> np.ndarray:
-    """Tight visible slices of a mask, int64 ``[A, 6]``."""
-    rows = bands.tighten(np.reshape(mask.rows, (-1, bands.NUM_COLUMNS)))
-    return rows[bands.is_visible(rows)]
-
-
 def build_table(
     slices: np.ndarray, part: np.ndarray, num_parts: int, q_len: int, k_len: int, tile_size: int
 ) -> SliceTable:
@@ -51,8 +45,8 @@ def build_table(
         part: part of each slice ``[A]``, rising.
         num_parts: ``P``.
         q_len: rows of the query buffer of each part.
-        k_len: rows of the key buffer of each part, padding included: a tile that ends in padding must not
-            be taken for one whose rows all see something.
+        k_len: rows of the key buffer of each part, padding included: a tile that ends in padding
+            must not be taken for one whose rows all see something.
         tile_size: rows of a tile.
     """
     return SliceTable(

@@ -1,14 +1,14 @@
 """Static sizes of a plan: everything that a compiled program may depend on.
 
-A spec has *identities*, which two plans must share to be served by one program (ranks, sequence length,
-tile size), and *capacities*, which may only be large enough. Capacities are rounded up to buckets, so that
-masks of similar size share a spec and a program is compiled once for them.
+A spec has *identities*, which two plans must share to be served by one program (ranks, sequence
+length, tile size), and *capacities*, which may only be large enough. Capacities are rounded up to
+buckets, so that masks of similar size share a spec and a program is compiled once for them.
 """
 
 import dataclasses
 from dataclasses import dataclass
 
-# Smallest capacities. They keep shapes away from zero and stop small masks from filling many buckets.
+# Smallest capacities: shapes stay away from zero, and small masks share one bucket.
 MIN_ENTRIES = 16  # slices, runs, ids and pieces of a table
 MIN_PAIR_ROWS = 8  # rows of one pair of ranks, sent even where there is nothing to send
 MIN_BUFFER_ROWS = 128  # rows of a received buffer: one tile
@@ -33,7 +33,9 @@ class _Sizes:
     """Comparison of specs, field by field; fields made by `_capacity` need only be large enough."""
 
     def shortfall(self, other, path: str = "spec") -> str | None:
-        """Says where this spec is too small for ``other`` or of another kind; None when it covers it."""
+        """Says where this spec is too small for ``other`` or of another kind; None when it covers
+        it.
+        """
         return _shortfall(self, other, path, capacity=False)
 
     def rounded(self):
@@ -147,7 +149,7 @@ class CommSpec(_Sizes):
 
     cp_size: int
     src_rows: int
-    dst_rows: int = _capacity(MIN_BUFFER_ROWS)
+    dst_rows: int = _capacity(None)
     pair_rows: int = _capacity(MIN_PAIR_ROWS)
     self_rows: int = _capacity()
     pieces: int = _capacity(MIN_ENTRIES)
@@ -162,11 +164,12 @@ class PlanSpec(_Sizes):
         seq_len: tokens of the sequence; a mask may be shorter.
         chunk_size: tokens of a dispatch chunk.
         local_len: rows of each rank after dispatch.
+        tile_size: rows of a tile in every slice table.
+        roll_shifts: shifts that `AttentionPlan.rolls` holds.
         segments: capacity ``G`` of the dispatch.
         calc: sizes of the slice table of each stage; stage 0 is local.
         comm: sizes of the cast that feeds stage ``i + 1``.
         transfer: sizes of the transfer from the contiguous layout to the dispatched one.
-        roll_shifts: shifts that `AttentionPlan.rolls` holds.
         rolls: sizes of each roll.
     """
 
@@ -174,11 +177,12 @@ class PlanSpec(_Sizes):
     seq_len: int
     chunk_size: int
     local_len: int
+    tile_size: int
+    roll_shifts: tuple[int, ...]
     segments: int = _capacity(MIN_SEGMENTS)
     calc: tuple[TableSpec, ...]
     comm: tuple[CommSpec, ...]
     transfer: CommSpec
-    roll_shifts: tuple[int, ...]
     rolls: tuple[CommSpec, ...]
 
     @property

@@ -1,7 +1,7 @@
 """The tables that a plan is made of: pytrees whose leaves are int32 and whose sizes are static.
 
-Inside a plan every leaf has a leading ``[cp]`` axis; ``local(rank)`` strips it. `stack_plans` puts a
-replica axis in front of that.
+Inside a plan every leaf has a leading ``[cp]`` axis; ``local(rank)`` strips it. `stack_plans` puts
+a replica axis in front of that.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ Array = Any  # a NumPy array while planning, a jax.Array on a device, a tracer u
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SliceTable:
     """What an attention kernel reads; see docs/architecture.md, "Slice table".
 
@@ -45,12 +45,13 @@ class SliceTable:
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CommMeta:
     """Rows that move between ranks; see docs/architecture.md, "Plan".
 
     Attributes:
-        send: ``[cp, L, 5]`` rows ``(peer, src_row, dst_row, n_rows, slot)``, sorted by (peer, slot).
+        send: ``[cp, L, 5]`` rows ``(peer, src_row, dst_row, n_rows, slot)``, sorted by (peer,
+            slot).
         recv: ``[cp, L, 5]`` the same pieces seen by the receiver, sorted by ``dst_row``.
         spec: static sizes.
     """
@@ -85,13 +86,13 @@ class CommMeta:
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DispatchMeta:
     """Where each token lives.
 
     Attributes:
-        segments: ``[cp, G, 3]`` rows ``(global_start, local_start, n_rows)``, in global and in local order;
-            padding has ``n_rows == 0``.
+        segments: ``[cp, G, 3]`` rows ``(global_start, local_start, n_rows)``, in global and in
+            local order; padding has ``n_rows == 0``.
         positions: ``[cp, local_len]`` global position of each local row, -1 = padding.
         transfer: from the contiguous layout (rank ``r`` holds ``ceil(seq_len / cp)`` rows from
             ``r * ceil(seq_len / cp)``) to the dispatched one.
@@ -112,8 +113,8 @@ def local_part(tree: Any, rank: Array, cp_size: int, lead: int) -> Any:
         lead: number of leading axes; 0 returns ``tree`` as it is (it is local already).
 
     Raises:
-        ValueError: the cp axis is neither sharded (1) nor whole (``cp_size``), or a replica axis has not
-            been sharded down to 1.
+        ValueError: the cp axis is neither sharded (1) nor whole (``cp_size``), or a replica axis
+            has not been sharded down to 1.
     """
     if lead == 0:
         return tree
@@ -124,16 +125,16 @@ def local_part(tree: Any, rank: Array, cp_size: int, lead: int) -> Any:
         if lead == 2:
             if leaf.shape[0] != 1:
                 raise ValueError(
-                    f"a stacked plan has {leaf.shape[0]} replicas here; shard its first axis over the"
-                    f" batch axis so that each rank sees 1 (leaf shape {leaf.shape})"
+                    f"a stacked plan has {leaf.shape[0]} replicas here; shard its first axis over"
+                    f" the batch axis so that each rank sees one (leaf shape {leaf.shape})"
                 )
             leaf = leaf[0]
         if leaf.shape[0] == 1:
             return leaf[0]
         if leaf.shape[0] != cp_size:
             raise ValueError(
-                f"a plan leaf has {leaf.shape[0]} ranks on its leading axis; 1 (sharded) or {cp_size} (whole)"
-                f" is needed (leaf shape {leaf.shape})"
+                f"a plan leaf has {leaf.shape[0]} ranks on its leading axis, 1 (sharded) or"
+                f" {cp_size} (whole) is needed (leaf shape {leaf.shape})"
             )
         return jax.lax.dynamic_index_in_dim(leaf, rank, axis=0, keepdims=False)
 

@@ -1,0 +1,1 @@
+"""Solvers: where tokens go, what crosses ranks, and what each rank computes in which stage."""

@@ -1,11 +1,14 @@
-"""The table that attention kernels read: which slices each tile of rows meets, in the order of its walk.
+"""The table that attention kernels read: which slices each tile of rows meets, in the order of its
+walk.
 
-Kernels own tiles of ``tile_size`` consecutive rows (query rows in the forward pass, key rows for dK and
-dV). For each tile the table lists *runs*: maximal intervals of the other axis that the tile has to walk,
-with the slices that decide visibility there and the longest sub-interval in which every row of the tile
-sees everything, so that blocks inside it need no mask. Runs do not depend on a kernel's block size.
+Kernels own tiles of ``tile_size`` consecutive rows (query rows in the forward pass, key rows for dK
+and dV). For each tile the table lists *runs*: maximal intervals of the other axis that the tile has
+to walk, with the slices that decide visibility there and the longest sub-interval in which every
+row of the tile sees everything, so that blocks inside it need no mask. Runs do not depend on a
+kernel's block size.
 
-Everything is vectorised over ``parts`` (one table per rank and stage), so that one pass serves all ranks.
+Everything is vectorised over ``parts`` (one table per rank and stage), so that one pass serves all
+ranks.
 """
 
 from typing import NamedTuple
@@ -13,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from magi_jax.masks import bands
+from magi_jax.solver import intervals
 
 TILE_SIZE = 128
 
@@ -24,9 +28,9 @@ class TileRuns(NamedTuple):
 
     Attributes:
         ptr: ``[P, M + 1]``; runs of tile ``m`` are ``runs[ptr[m]:ptr[m + 1]]``, in rising order.
-        runs: ``[P, R, 6]``; ``begin, end`` (interval of the other axis), ``full_begin, full_end`` (the part
-            of it that all rows of the tile see entirely; empty is ``begin, begin``), ``ids_begin, ids_end``
-            (its slices in ``ids``).
+        runs: ``[P, R, 6]``; ``begin, end`` (interval of the other axis), ``full_begin, full_end``
+            (the part of it that all rows of the tile see entirely; empty is ``begin, begin``),
+            ``ids_begin, ids_end`` (its slices in ``ids``).
         ids: ``[P, I]``; rows of the slice array, ordered by where they begin on the other axis.
         order: ``[P, M]``; tiles by decreasing work, for persistent grids.
     """
@@ -59,7 +63,7 @@ def tile_runs(
     cut, tile, pair_slice = cut[order], tile[order], pair_slice[order]
 
     begin, end = cut[:, bands.K_START], cut[:, bands.K_END]
-    starts_run = _starts_interval(tile, begin, end)
+    starts_run = intervals.starts_union(tile, begin, end)
     run_first = np.flatnonzero(starts_run)
     run_tile = tile[run_first]
     run_end = np.maximum.reduceat(end, run_first) if len(run_first) else end[:0]
@@ -82,33 +86,23 @@ def tile_runs(
         ptr=(ptr - first_run[:, None]).astype(np.int32),
         runs=split_by_part(runs, run_part, num_parts),
         ids=split_by_part(pair_slice - slice_base[part[pair_slice]], tile // num_tiles, num_parts),
-        order=np.argsort(-work.reshape(num_parts, num_tiles), axis=1, kind="stable").astype(np.int32),
+        order=np.argsort(-work.reshape(num_parts, num_tiles), axis=1, kind="stable").astype(
+            np.int32
+        ),
     )
 
 
 def _touching_pairs(slices: np.ndarray, tile_size: int) -> tuple[np.ndarray, np.ndarray]:
     """All (slice, tile) pairs that share a row."""
     first = slices[:, bands.Q_START] // tile_size
-    count = (slices[:, bands.Q_END] - 1) // tile_size - first + 1
-    pair_slice = np.repeat(np.arange(len(slices)), count)
-    pair_tile = first[pair_slice] + np.arange(len(pair_slice)) - np.repeat(np.cumsum(count) - count, count)
-    return pair_slice, pair_tile
-
-
-def _starts_interval(group: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Marks intervals, sorted by (group, begin), that neither touch nor overlap an earlier one of their group."""
-    if not len(group):
-        return np.zeros(0, bool)
-    # A running maximum per group: lift each group above all ends of the groups before it.
-    lift = (end.max() + 1) * (np.cumsum(np.diff(group, prepend=group[0]) != 0))
-    reach = np.maximum.accumulate(end + lift)
-    starts = np.ones(len(group), bool)
-    starts[1:] = (begin + lift)[1:] > reach[:-1]
-    return starts | (np.diff(group, prepend=group[0] - 1) != 0)
+    last = (slices[:, bands.Q_END] - 1) // tile_size
+    return intervals.expand(first, last - first + 1)
 
 
 def _full_interval(cut, tile, starts_run, length, num_tiles, tile_size):
-    """Longest interval of each run in which all rows of the tile see all keys, merging abutting slices."""
+    """Longest interval of each run in which all rows of the tile see all keys, merging abutting
+    slices.
+    """
     tile_start = tile % num_tiles * tile_size
     tile_end = np.minimum(tile_start + tile_size, length)
     covers = (cut[:, bands.Q_START] == tile_start) & (cut[:, bands.Q_END] == tile_end)
@@ -121,7 +115,7 @@ def _full_interval(cut, tile, starts_run, length, num_tiles, tile_size):
     if len(full):
         full = full[np.lexsort((low[full], run[full]))]
         run, low, high = run[full], low[full], high[full]
-        joined = np.flatnonzero(_starts_interval(run, low, high))
+        joined = np.flatnonzero(intervals.starts_union(run, low, high))
         begin, end, owner = low[joined], np.maximum.reduceat(high, joined), run[joined]
         by_length = np.argsort(end - begin, kind="stable")  # a later, longer interval overwrites
         full_begin[owner[by_length]] = begin[by_length]

@@ -1,0 +1,86 @@
+"""`make_plan`: from a mask to an `AttentionPlan`."""
+
+import time
+
+from magi_jax.masks import AttnMask
+from magi_jax.plan.attention_plan import AttentionPlan
+from magi_jax.plan.config import PlanConfig
+from magi_jax.plan.lay_out import Frame, frame_of, lay_out_dispatch, lay_out_stages, make_spec
+from magi_jax.plan.spec import PlanSpec
+from magi_jax.solver import dispatch
+
+# What `chunk_size=None` aims for: enough chunks to balance with, each long enough to move well.
+CHUNKS_PER_RANK = 8
+MIN_CHUNK, MAX_CHUNK = 128, 1024
+
+
+def make_plan(
+    mask: AttnMask, cp_size: int, config: PlanConfig | None = None, spec: PlanSpec | None = None
+) -> AttentionPlan:
+    """Plans self-attention under ``mask`` over ``cp_size`` ranks. Runs on the host, in NumPy alone.
+
+    Planning is deterministic: every process that plans the same mask gets the same plan.
+
+    Args:
+        mask: the mask, with ``q_len == k_len``.
+        cp_size: number of ranks.
+        config: the knobs; None takes the defaults.
+        spec: sizes to lay the plan out in, so that it fits a program that is compiled already; None
+            takes the plan's own sizes, rounded up to buckets. A spec also settles what the config
+            leaves open: sequence length, chunk size, number of stages. The mask may be shorter than
+            ``spec.seq_len``.
+
+    Returns:
+        A plan with NumPy leaves.
+
+    Raises:
+        ValueError: the mask is not square or is longer than the sequence, or the spec is too small
+            or of another kind; the first such size is named.
+    """
+    started = time.perf_counter()
+    config = PlanConfig() if config is None else config
+    frame = _make_frame(mask, cp_size, config, spec)
+    edges = dispatch.chunk_edges(frame.seq_len, frame.chunk_size)
+    problem = dispatch.DispatchProblem(mask.slices, edges, cp_size)
+    layout = dispatch.make_layout(dispatch.STRATEGIES[config.dispatch](problem), cp_size)
+    dispatched, rolls = lay_out_dispatch(layout, frame, spec)
+    calc, comm = lay_out_stages(mask.slices, layout, frame, config.overlap, spec)
+    sizes = make_spec(frame, dispatched, rolls, calc, comm)
+    planning_ms = (time.perf_counter() - started) * 1e3
+    return AttentionPlan(dispatched, calc, comm, rolls, sizes, planning_ms)
+
+
+def _make_frame(mask: AttnMask, cp_size: int, config: PlanConfig, spec: PlanSpec | None) -> Frame:
+    """Settles the identities of the plan from mask, config and spec, and checks them."""
+    if cp_size < 1:
+        raise ValueError(f"cp_size must be at least 1, got {cp_size}")
+    if mask.q_len != mask.k_len:
+        raise ValueError(
+            "make_plan plans self-attention, whose queries and keys are the same tokens;"
+            f" the mask has q_len={mask.q_len} and k_len={mask.k_len}"
+        )
+    seq_len = config.seq_len or (mask.q_len if spec is None else spec.seq_len)
+    if seq_len < 1:
+        raise ValueError("a plan needs at least one token, the mask has none")
+    if mask.q_len > seq_len:
+        raise ValueError(f"the mask has {mask.q_len} tokens, the sequence only {seq_len}")
+    chunk_size = config.chunk_size or (
+        _auto_chunk_size(seq_len, cp_size) if spec is None else spec.chunk_size
+    )
+    num_chunks = -(-seq_len // chunk_size)
+    local_len = min(-(-num_chunks // cp_size) * chunk_size, seq_len)
+    frame = Frame(cp_size, seq_len, chunk_size, local_len, config.tile_size, config.roll_shifts)
+    if spec is not None and frame != frame_of(spec):
+        name = next(n for n in Frame._fields if getattr(frame, n) != getattr(spec, n))
+        raise ValueError(
+            f"the spec is of another kind: its {name} is {getattr(spec, name)}, the plan's is"
+            f" {getattr(frame, name)}"
+        )
+    return frame
+
+
+def _auto_chunk_size(seq_len: int, cp_size: int) -> int:
+    """Largest power of two that leaves each rank `CHUNKS_PER_RANK` chunks, within limits."""
+    target = max(seq_len // (cp_size * CHUNKS_PER_RANK), 1)
+    power = 1 << (target.bit_length() - 1)
+    return max(min(power, MAX_CHUNK), min(MIN_CHUNK, -(-seq_len // cp_size)))

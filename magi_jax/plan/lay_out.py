@@ -1,0 +1,186 @@
+"""Lays the solvers' results out as tables of the sizes that a `PlanSpec` gives."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from magi_jax.plan.slice_table import build_table, exact_spec, pad_entries, pad_table
+from magi_jax.plan.spec import MIN_BUFFER_ROWS, MIN_SEGMENTS, CommSpec, PlanSpec, bucket
+from magi_jax.plan.tables import CommMeta, DispatchMeta, SliceTable
+from magi_jax.solver import remote, stages, transfer
+from magi_jax.solver.dispatch import Layout
+from magi_jax.solver.slice_table import split_by_part
+
+
+class Frame(NamedTuple):
+    """The identities of a plan, settled before anything is solved; names as in `PlanSpec`."""
+
+    cp_size: int
+    seq_len: int
+    chunk_size: int
+    local_len: int
+    tile_size: int
+    roll_shifts: tuple[int, ...]
+
+
+def frame_of(spec: PlanSpec) -> Frame:
+    """The identities of a spec."""
+    return Frame(*(getattr(spec, name) for name in Frame._fields))
+
+
+def make_spec(frame: Frame, dispatched: DispatchMeta, rolls, calc, comm) -> PlanSpec:
+    """Reads the spec off finished tables."""
+    return PlanSpec(
+        **frame._asdict(),
+        segments=dispatched.segments.shape[1],
+        calc=tuple(exact_spec(table) for table in calc),
+        comm=tuple(meta.spec for meta in comm),
+        transfer=dispatched.transfer.spec,
+        rolls=tuple(meta.spec for meta in rolls),
+    )
+
+
+def lay_out_dispatch(
+    layout: Layout, frame: Frame, spec: PlanSpec | None
+) -> tuple[DispatchMeta, tuple[CommMeta, ...]]:
+    """Tables of where tokens live, and of the transfer and the rolls between layouts."""
+    cp_size, local_len = frame.cp_size, frame.local_len
+    order = np.argsort(layout.owner, kind="stable")
+    rows = np.stack([layout.edges[:-1], layout.local_start, np.diff(layout.edges)], axis=1)
+    segments = split_by_part(rows[order], layout.owner[order], cp_size)
+    needed = segments.shape[1]
+    if spec is not None and spec.segments < needed:
+        raise _does_not_fit(f"spec.segments is {spec.segments}, but {needed} is needed")
+    segments = pad_entries(
+        segments, bucket(needed, MIN_SEGMENTS) if spec is None else spec.segments
+    )
+
+    contiguous_len = -(-frame.seq_len // cp_size)
+    move = _comm_meta(
+        transfer.dispatch_pieces(layout),
+        CommSpec(cp_size, contiguous_len, local_len, 0, 0, 0),
+        None if spec is None else spec.transfer,
+        "spec.transfer",
+    )
+    rolls = tuple(
+        _comm_meta(
+            transfer.roll_pieces(layout, shift),
+            CommSpec(cp_size, local_len, local_len, 0, 0, 0),
+            None if spec is None else spec.rolls[i],
+            f"spec.rolls[{i}]",
+        )
+        for i, shift in enumerate(frame.roll_shifts)
+    )
+    return DispatchMeta(segments, _positions(layout, frame.local_len), move), rolls
+
+
+def lay_out_stages(
+    slices: np.ndarray,
+    layout: Layout,
+    frame: Frame,
+    overlap: int | str,
+    spec: PlanSpec | None,
+) -> tuple[tuple[SliceTable, ...], tuple[CommMeta, ...]]:
+    """Solves what crosses ranks and what each rank computes: (``calc``, ``comm``) of a plan."""
+    cut = remote.cut_queries(slices, layout)
+    far = remote.remote_ranges(cut, layout)
+    num_stages = _num_remote_stages(far, layout, frame, overlap, spec)
+    if num_stages > 1:
+        far = remote.split_stages(far, num_stages, frame.cp_size)
+    comm = tuple(
+        _comm_meta(
+            transfer.stage_pieces(far, stage),
+            CommSpec(frame.cp_size, frame.local_len, 0, 0, 0, 0),
+            None if spec is None else spec.comm[stage],
+            f"spec.comm[{stage}]",
+        )
+        for stage in range(num_stages)
+    )
+    buffers = (frame.local_len, *(meta.dst_rows for meta in comm))
+    calc = []
+    for i, work in enumerate(stages.stage_slices(cut, far, layout, num_stages)):
+        table = build_table(
+            work.slices, work.rank, frame.cp_size, frame.local_len, buffers[i], frame.tile_size
+        )
+        needed = exact_spec(table)
+        wanted = needed.rounded() if spec is None else spec.calc[i]
+        if problem := wanted.shortfall(needed, f"spec.calc[{i}]"):
+            raise _does_not_fit(problem)
+        calc.append(pad_table(table, wanted))
+    return tuple(calc), comm
+
+
+def layout_of(dispatched: DispatchMeta, cp_size: int) -> Layout:
+    """The solver's layout back from concrete dispatch tables."""
+    segments = np.asarray(dispatched.segments, np.int64)
+    owner, entry = np.nonzero(segments[:, :, 2])
+    start, local_start, n_rows = segments[owner, entry].T
+    order = np.argsort(start)
+    edges = np.append(start[order], (start + n_rows).max())
+    return Layout(edges, owner[order], local_start[order], cp_size)
+
+
+def _num_remote_stages(far, layout, frame, overlap, spec) -> int:
+    """Number of remote stages; a spec settles what "auto" leaves open."""
+    if frame.cp_size == 1:
+        return 0
+    if overlap == "auto" and spec is None:
+        return remote.auto_num_stages(far, layout, frame.local_len)
+    if overlap != "auto" and spec is not None and overlap != spec.num_remote_stages:
+        raise ValueError(
+            f"overlap={overlap} is the number of remote stages, the spec has"
+            f" {spec.num_remote_stages} of them"
+        )
+    return spec.num_remote_stages if overlap == "auto" else overlap
+
+
+def _comm_meta(pieces, sizes: CommSpec, wanted: CommSpec | None, path: str) -> CommMeta:
+    """Tables of one transfer; ``sizes`` gives its row counts, ``dst_rows == 0`` means as many as
+    arrive.
+    """
+    tables = transfer.transfer_tables(pieces, sizes.cp_size)
+    dst_rows = sizes.dst_rows
+    if dst_rows == 0:
+        dst_rows = tables.dst_rows if wanted else bucket(tables.dst_rows, MIN_BUFFER_ROWS)
+    needed = CommSpec(
+        sizes.cp_size,
+        sizes.src_rows,
+        dst_rows,
+        tables.pair_rows,
+        tables.self_rows,
+        max(tables.send.shape[1], tables.recv.shape[1]),
+    )
+    spec = needed.rounded() if wanted is None else wanted
+    if problem := spec.shortfall(needed, path):
+        raise _does_not_fit(problem)
+    # Past every end, so that the tables stay sorted.
+    padding = np.array([spec.cp_size, spec.src_rows, spec.dst_rows, 0, 0])
+    send = _pad_pieces(tables.send, spec.pieces, padding)
+    return CommMeta(send, _pad_pieces(tables.recv, spec.pieces, padding), spec)
+
+
+def _pad_pieces(table: np.ndarray, size: int, padding: np.ndarray) -> np.ndarray:
+    """Pads to ``size`` pieces and rewrites the solver's own padding."""
+    out = pad_entries(table, size)
+    out[out[:, :, 3] == 0] = padding
+    return out
+
+
+def _positions(layout: Layout, local_len: int) -> np.ndarray:
+    """Global position of each local row, -1 = padding, int32 ``[cp, local_len]``."""
+    size = np.diff(layout.edges)
+    held = np.bincount(layout.owner, weights=size, minlength=layout.cp_size).astype(np.int64)
+    # One stretch per segment and one for the padding of each rank, in the order of the local rows.
+    rank = np.concatenate([layout.owner, np.arange(layout.cp_size)])
+    order = np.lexsort((np.concatenate([layout.local_start, held]), rank))
+    shift = np.concatenate([-layout.offset, np.zeros_like(held)])[order]
+    rows = np.concatenate([size, local_len - held])[order]
+    positions = np.repeat(shift.astype(np.int32), rows).reshape(layout.cp_size, local_len)
+    positions += np.arange(local_len, dtype=np.int32)
+    for short in np.flatnonzero(held < local_len):
+        positions[short, held[short] :] = -1
+    return positions
+
+
+def _does_not_fit(problem: str) -> ValueError:
+    return ValueError(f"the plan does not fit the given spec: {problem}")

@@ -1,0 +1,151 @@
+"""Dispatch: which rank owns which tokens.
+
+A strategy cuts ``[0, seq_len)`` into units and gives each to a rank. All have the signature
+``strategy(problem) -> Assignment`` and are chosen by name from `STRATEGIES`. Units may have any
+lengths; the ones here use whole chunks, with ``floor(C / cp)`` or ``ceil(C / cp)`` of the ``C``
+chunks per rank.
+"""
+
+import heapq
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from magi_jax.masks import bands
+from magi_jax.solver import intervals
+
+
+class DispatchProblem(NamedTuple):
+    """What a strategy may look at.
+
+    Attributes:
+        slices: tight visible slices ``[A, 6]``, int64.
+        edges: chunk edges ``[C + 1]`` from 0 to ``seq_len``.
+        cp_size: number of ranks.
+    """
+
+    slices: np.ndarray
+    edges: np.ndarray
+    cp_size: int
+
+
+class Assignment(NamedTuple):
+    """Units and their ranks: ``edges [U + 1]`` from 0 to ``seq_len``, ``owner [U]``."""
+
+    edges: np.ndarray
+    owner: np.ndarray
+
+
+class Layout(NamedTuple):
+    """Segments of the sequence in global order; neighbours have different owners.
+
+    Attributes:
+        edges: ``[G + 1]`` from 0 to ``seq_len``; segment ``g`` is ``[edges[g], edges[g + 1])``.
+        owner: ``[G]`` its rank.
+        local_start: ``[G]`` its first row at the owner; each rank keeps its segments in global
+            order.
+        cp_size: number of ranks.
+    """
+
+    edges: np.ndarray
+    owner: np.ndarray
+    local_start: np.ndarray
+    cp_size: int
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the sequence."""
+        return int(self.edges[-1])
+
+    @property
+    def offset(self) -> np.ndarray:
+        """``[G]`` what is added to a global position of a segment to get its local row."""
+        return self.local_start - self.edges[:-1]
+
+    def segment_of(self, position: np.ndarray) -> np.ndarray:
+        """Segment of each global position."""
+        return np.searchsorted(self.edges, position, side="right") - 1
+
+
+def chunk_edges(seq_len: int, chunk_size: int) -> np.ndarray:
+    """Edges ``[C + 1]`` of chunks of ``chunk_size`` tokens; the last may be short."""
+    return np.append(np.arange(0, seq_len, chunk_size), seq_len)
+
+
+def make_layout(assignment: Assignment, cp_size: int) -> Layout:
+    """Merges neighbouring units of one owner and packs each rank's segments in global order."""
+    size = np.diff(assignment.edges)
+    edges, owner = assignment.edges[:-1][size > 0], assignment.owner[size > 0]
+    first = np.flatnonzero(np.diff(owner, prepend=-1) != 0)
+    edges = np.append(edges[first], assignment.edges[-1])
+    owner = owner[first]
+    order = np.argsort(owner, kind="stable")
+    local_start = np.empty_like(owner)
+    local_start[order] = intervals.offsets(owner[order], np.diff(edges)[order], cp_size)
+    return Layout(edges, owner, local_start, cp_size)
+
+
+def chunk_areas(problem: DispatchProblem) -> np.ndarray:
+    """Area of the queries of each chunk, float64 ``[C]`` (exact below 2**53)."""
+    slices, edges = problem.slices, problem.edges
+    source, chunk = intervals.meet(
+        slices[:, bands.Q_START], slices[:, bands.Q_END], edges[:-1], edges[1:]
+    )
+    cut = bands.clip(slices[source], q_start=edges[chunk], q_end=edges[chunk + 1])
+    return np.bincount(chunk, weights=bands.area(cut), minlength=len(edges) - 1)
+
+
+def contiguous(problem: DispatchProblem) -> Assignment:
+    """Each rank gets one run of consecutive chunks: best for windows, worst for the balance of
+    causal masks.
+    """
+    owner = np.repeat(np.arange(problem.cp_size), _chunk_counts(problem))
+    return Assignment(problem.edges, owner)
+
+
+def zigzag(problem: DispatchProblem) -> Assignment:
+    """Rank ``r`` gets the ``r``-th run of half shards from the front and the ``r``-th from the
+    back.
+
+    Exact balance for a causal mask, as in the striped or zigzag form of ring attention.
+    """
+    counts = _chunk_counts(problem)
+    ranks = np.arange(problem.cp_size)
+    front = (counts + 1) // 2
+    owner = np.repeat(
+        np.concatenate([ranks, ranks[::-1]]), np.concatenate([front, (counts - front)[::-1]])
+    )
+    return Assignment(problem.edges, owner)
+
+
+def lpt(problem: DispatchProblem) -> Assignment:
+    """Longest processing time first: chunks by falling area, each to the least loaded rank with
+    room.
+
+    Graham's list scheduling with equal chunk counts; balances area and looks at nothing else.
+    """
+    area = chunk_areas(problem)
+    low, wide_ranks = divmod(len(area), problem.cp_size)
+    owner = np.empty(len(area), np.int64)
+    held = [0] * problem.cp_size
+    heap = [(0.0, rank) for rank in range(problem.cp_size)]
+    for chunk in np.argsort(-area, kind="stable").tolist():
+        load, rank = heapq.heappop(heap)
+        while held[rank] == low and wide_ranks == 0:
+            load, rank = heapq.heappop(heap)  # full for good
+        wide_ranks -= held[rank] == low
+        held[rank] += 1
+        owner[chunk] = rank
+        if held[rank] <= low:
+            heapq.heappush(heap, (load + area[chunk], rank))
+    return Assignment(problem.edges, owner)
+
+
+STRATEGIES = MappingProxyType({"contiguous": contiguous, "zigzag": zigzag, "lpt": lpt})
+
+
+def _chunk_counts(problem: DispatchProblem) -> np.ndarray:
+    """Chunks of each rank, as equal as can be, ``[cp]``."""
+    low, wide_ranks = divmod(len(problem.edges) - 1, problem.cp_size)
+    return low + (np.arange(problem.cp_size) < wide_ranks)

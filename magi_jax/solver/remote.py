@@ -1,0 +1,123 @@
+"""Which keys each rank needs, where they come from, and in which stage they travel."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from magi_jax.masks import bands
+from magi_jax.solver import intervals
+from magi_jax.solver.dispatch import Layout
+
+
+class QueryCut(NamedTuple):
+    """Slices cut at the query segments of a layout, sorted by rank.
+
+    Attributes:
+        slices: tight visible slices ``[B, 6]`` in global coordinates.
+        rank: owner of the queries ``[B]``, rising.
+        q_offset: ``[B]`` what takes a global query to its local row.
+    """
+
+    slices: np.ndarray
+    rank: np.ndarray
+    q_offset: np.ndarray
+
+
+class Remote(NamedTuple):
+    """Key ranges that travel, sorted by (dst, begin); each row of a rank appears once.
+
+    Attributes:
+        dst: receiving rank ``[E]``.
+        src: owner ``[E]``.
+        begin, end: global range ``[E]``, inside one segment of the layout.
+        src_row: first row at the owner ``[E]``.
+        stage: remote stage, from 0 ``[E]``, rising within a rank.
+        dst_row: first row in the buffer of its stage ``[E]``.
+    """
+
+    dst: np.ndarray
+    src: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    src_row: np.ndarray
+    stage: np.ndarray
+    dst_row: np.ndarray
+
+
+def cut_queries(slices: np.ndarray, layout: Layout) -> QueryCut:
+    """Cuts tight visible slices ``[A, 6]`` at the layout's segments, sorted by owner."""
+    source, segment = intervals.meet(
+        slices[:, bands.Q_START], slices[:, bands.Q_END], layout.edges[:-1], layout.edges[1:]
+    )
+    rank = layout.owner[segment]
+    order = np.argsort(rank, kind="stable")
+    source, segment = source[order], segment[order]
+    cut = bands.clip(slices[source], q_start=layout.edges[segment], q_end=layout.edges[segment + 1])
+    seen = bands.is_visible(cut)
+    return QueryCut(cut[seen], rank[order][seen], layout.offset[segment][seen])
+
+
+def remote_ranges(cut: QueryCut, layout: Layout) -> Remote:
+    """Exactly the distinct keys that each rank sees and does not own, all in stage 0.
+
+    The visible keys of a tight slice have no holes, so the union of key ranges is the set of keys
+    read.
+    """
+    rank, begin, end = intervals.union(
+        cut.rank, cut.slices[:, bands.K_START], cut.slices[:, bands.K_END]
+    )
+    source, segment = intervals.meet(begin, end, layout.edges[:-1], layout.edges[1:])
+    far = layout.owner[segment] != rank[source]
+    source, segment = source[far], segment[far]
+    begin = np.maximum(begin[source], layout.edges[segment])
+    end = np.minimum(end[source], layout.edges[segment + 1])
+    dst = rank[source]
+    return Remote(
+        dst=dst,
+        src=layout.owner[segment],
+        begin=begin,
+        end=end,
+        src_row=begin + layout.offset[segment],
+        stage=np.zeros_like(dst),
+        dst_row=intervals.offsets(dst, end - begin, layout.cp_size),
+    )
+
+
+def split_stages(remote: Remote, num_stages: int, cp_size: int) -> Remote:
+    """Cuts each rank's rows, in global order, into ``num_stages`` runs of nearly equal size."""
+    size = remote.end - remote.begin
+    rows = np.bincount(remote.dst, weights=size, minlength=cp_size).astype(np.int64)
+    rank_base = np.cumsum(rows) - rows
+    # All ranks' rows on one axis; stage s of rank r starts at edges[r * num_stages + s].
+    stage_base = rank_base[:, None] + rows[:, None] * np.arange(num_stages) // num_stages
+    edges = np.append(stage_base.ravel(), rows.sum())
+    full = np.flatnonzero(np.diff(edges) > 0)
+
+    begin = remote.dst_row + rank_base[remote.dst]
+    source, cell = intervals.meet(begin, begin + size, edges[full], edges[full + 1])
+    cell = full[cell]
+    low = np.maximum(begin[source], edges[cell])
+    high = np.minimum((begin + size)[source], edges[cell + 1])
+    skipped = low - begin[source]
+    return Remote(
+        dst=remote.dst[source],
+        src=remote.src[source],
+        begin=remote.begin[source] + skipped,
+        end=remote.begin[source] + skipped + high - low,
+        src_row=remote.src_row[source] + skipped,
+        stage=cell % num_stages,
+        dst_row=low - edges[cell],
+    )
+
+
+def auto_num_stages(remote: Remote, layout: Layout, local_len: int) -> int:
+    """Number of remote stages for ``overlap="auto"``: one for every two local lengths of remote
+    rows, 1 to 4.
+
+    A stage should last long enough to hide the next cast and be small enough to start early; with
+    more rows than four times the local length, the first of four stages is half a local length or
+    more.
+    """
+    size = remote.end - remote.begin
+    rows = np.bincount(remote.dst, weights=size, minlength=layout.cp_size).max(initial=0)
+    return int(np.clip(-(-rows // (2 * max(local_len, 1))), 1, 4))
