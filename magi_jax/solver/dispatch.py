@@ -100,7 +100,8 @@ def contiguous(problem: DispatchProblem) -> Assignment:
     """Each rank gets one run of consecutive chunks: best for windows, worst for the balance of
     causal masks.
     """
-    owner = np.repeat(np.arange(problem.cp_size), _chunk_counts(problem))
+    # Reversed, so that a short last chunk is an extra one and token counts differ by one chunk.
+    owner = np.repeat(np.arange(problem.cp_size), _chunk_counts(problem)[::-1])
     return Assignment(problem.edges, owner)
 
 
@@ -120,25 +121,35 @@ def zigzag(problem: DispatchProblem) -> Assignment:
 
 
 def lpt(problem: DispatchProblem) -> Assignment:
-    """Longest processing time first: chunks by falling area, each to the least loaded rank with
-    room.
+    """Longest processing time first: chunks by falling area, each to the least loaded rank.
 
     Graham's list scheduling with equal chunk counts; balances area and looks at nothing else.
     """
     area = chunk_areas(problem)
-    low, wide_ranks = divmod(len(area), problem.cp_size)
+    low, spare = divmod(len(area), problem.cp_size)  # `spare` ranks hold one chunk more than `low`
+    order = np.argsort(-area, kind="stable").tolist()
+    size = np.diff(problem.edges)
+    if spare and size[-1] < size[0]:
+        # A short chunk must be an extra one, or two ranks differ by more than a chunk.
+        order.remove(len(area) - 1)
+        order.insert(0, len(area) - 1)
+        spare -= 1
+        limit = [low + 1] + [low] * (problem.cp_size - 1)
+    else:
+        limit = [low] * problem.cp_size
     owner = np.empty(len(area), np.int64)
     held = [0] * problem.cp_size
     heap = [(0.0, rank) for rank in range(problem.cp_size)]
-    for chunk in np.argsort(-area, kind="stable").tolist():
+    for chunk in order:
         load, rank = heapq.heappop(heap)
-        while held[rank] == low and wide_ranks == 0:
+        while held[rank] == limit[rank] and not (spare and limit[rank] == low):
             load, rank = heapq.heappop(heap)  # full for good
-        wide_ranks -= held[rank] == low
+        if held[rank] == limit[rank]:
+            limit[rank] += 1
+            spare -= 1
         held[rank] += 1
         owner[chunk] = rank
-        if held[rank] <= low:
-            heapq.heappush(heap, (load + area[chunk], rank))
+        heapq.heappush(heap, (load + float(area[chunk]), rank))
     return Assignment(problem.edges, owner)
 
 
@@ -146,6 +157,6 @@ STRATEGIES = MappingProxyType({"contiguous": contiguous, "zigzag": zigzag, "lpt"
 
 
 def _chunk_counts(problem: DispatchProblem) -> np.ndarray:
-    """Chunks of each rank, as equal as can be, ``[cp]``."""
+    """Chunks of each rank, as equal as can be and falling, ``[cp]``."""
     low, wide_ranks = divmod(len(problem.edges) - 1, problem.cp_size)
     return low + (np.arange(problem.cp_size) < wide_ranks)

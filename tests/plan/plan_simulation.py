@@ -19,8 +19,8 @@ def cast(meta: CommMeta, rows: np.ndarray, fill: int = -1) -> np.ndarray:
     blocks = np.zeros((cp_size, cp_size, max(meta.pair_rows, meta.self_rows)), np.int64)
     for rank in range(cp_size):
         for peer, src_row, dst_row, n_rows, slot in pieces(meta.send[rank]):
-            assert 0 <= src_row and src_row + n_rows <= meta.src_rows
-            assert 0 <= dst_row and dst_row + n_rows <= meta.dst_rows
+            assert 0 <= src_row <= meta.src_rows - n_rows
+            assert 0 <= dst_row <= meta.dst_rows - n_rows
             assert slot + n_rows <= (meta.self_rows if peer == rank else meta.pair_rows)
             blocks[rank, peer, slot : slot + n_rows] += 1
             written[peer, dst_row : dst_row + n_rows] += 1

@@ -27,7 +27,7 @@ def check_plan(plan: AttentionPlan, mask: AttnMask, walk: bool = True) -> None:
 
 
 def check_dispatch(plan: AttentionPlan) -> None:
-    """Positions are a permutation of the tokens in global order per rank, and segments say the same."""
+    """Positions permute the tokens, in global order per rank, and segments agree with them."""
     positions = np.asarray(plan.positions)
     assert sorted(positions[positions >= 0].tolist()) == list(range(plan.spec.seq_len))
     rebuilt = np.full_like(positions, -1)
