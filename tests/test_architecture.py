@@ -184,7 +184,7 @@ def _build_targets() -> list[tuple[str, list[str]]]:
 
 def test_every_source_is_in_exactly_one_build_target():
     listed = Counter(source for _, sources in _build_targets() for source in sources)
-    folders = ("magi_jax", "xla_ffi", "tests", "examples", "benchmarks")
+    folders = ("magi_jax", "xla_ffi", "tests", "examples", "benchmarks", "tools")
     sources = {
         _name(p) for f in folders for p in (ROOT / f).rglob("*") if p.suffix in MAX_FILE_LINES
     }
