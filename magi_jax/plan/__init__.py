@@ -1,8 +1,9 @@
 """Plans: the solvers' results as pytrees of int32 tables with static sizes."""
 
-from magi_jax.plan.attention_plan import AttentionPlan
+from magi_jax.plan.attention_plan import AttentionPlan, stack_plans
 from magi_jax.plan.build import make_plan
 from magi_jax.plan.config import PlanConfig
+from magi_jax.plan.report import PlanReport
 from magi_jax.plan.slice_table import slice_table
 from magi_jax.plan.spec import CommSpec, PlanSpec, TableSpec, bucket
 from magi_jax.plan.tables import CommMeta, DispatchMeta, SliceTable, local_part
@@ -15,6 +16,7 @@ __all__ = [
     "CommSpec",
     "DispatchMeta",
     "PlanConfig",
+    "PlanReport",
     "PlanSpec",
     "SliceTable",
     "TableSpec",
@@ -23,4 +25,5 @@ __all__ = [
     "local_part",
     "make_plan",
     "slice_table",
+    "stack_plans",
 ]

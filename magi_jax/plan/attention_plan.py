@@ -2,10 +2,27 @@
 
 import dataclasses
 import functools
+import hashlib
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
 
 import jax
+import numpy as np
 
+from magi_jax.masks import AttnMask
+from magi_jax.plan.lay_out import (
+    check_mask,
+    frame_of,
+    lay_out_dispatch,
+    lay_out_stages,
+    layout_of,
+    make_spec,
+    require_frame,
+)
+from magi_jax.plan.plot import plot_plan
+from magi_jax.plan.report import PlanReport, make_report, require_concrete
 from magi_jax.plan.spec import PlanSpec
 from magi_jax.plan.tables import Array, CommMeta, DispatchMeta, SliceTable, local_part
 
@@ -58,3 +75,89 @@ class AttentionPlan:
             rank: index along the cp axis, usually ``jax.lax.axis_index``.
         """
         return local_part(self, rank, self.cp_size, lead=self.positions.ndim - 1)
+
+    def report(self) -> PlanReport:
+        """Balance, rows and bytes of this plan; printing it gives a table.
+
+        Raises:
+            ValueError: the plan is traced, stacked or local.
+        """
+        return make_report(self)
+
+    def plot(self, path: str | PathLike) -> None:
+        """Draws the mask coloured by owner, the area of each rank and the traffic between ranks.
+
+        Args:
+            path: file to write; its suffix chooses the format.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: the plan is traced, stacked or local.
+        """
+        require_concrete(self, "plot")
+        plot_plan(self, path)
+
+    def fingerprint(self) -> str:
+        """A hash of all tables and sizes, 32 hex digits: equal on processes that planned the same.
+
+        Raises:
+            ValueError: the plan is traced.
+        """
+        digest = hashlib.sha256(repr(self.spec).encode())
+        for leaf in jax.tree.leaves(self):
+            if isinstance(leaf, jax.core.Tracer):
+                raise ValueError("fingerprint() reads the values of a plan, a traced plan has none")
+            leaf = np.ascontiguousarray(leaf, "<i4")
+            digest.update(repr(leaf.shape).encode())
+            digest.update(leaf)
+        return digest.hexdigest()[:32]
+
+    def with_mask(
+        self, mask: AttnMask, *, overlap: int | str = "auto", spec: PlanSpec | None = None
+    ) -> "AttentionPlan":
+        """Plans another mask on the same dispatch, so that layers with both share one layout of
+        tokens.
+
+        Args:
+            mask: a square mask, at most ``spec.seq_len`` long.
+            overlap: number of remote stages, or "auto".
+            spec: sizes to lay the plan out in; None takes this plan's for the dispatch and the
+                mask's own for the stages.
+
+        Raises:
+            ValueError: the mask does not fit the sequence, or the plan does not fit ``spec``.
+        """
+        started = time.perf_counter()
+        require_concrete(self, "with_mask")
+        frame = frame_of(self.spec)
+        check_mask(mask, frame.seq_len)
+        layout = layout_of(self.dispatch, self.cp_size)
+        dispatched, rolls = self.dispatch, self.rolls
+        if spec is not None:
+            require_frame(spec, frame)
+            dispatched, rolls = lay_out_dispatch(layout, frame, spec)
+        calc, comm = lay_out_stages(mask.slices, layout, frame, overlap, spec)
+        sizes = make_spec(frame, dispatched, rolls, calc, comm)
+        planning_ms = (time.perf_counter() - started) * 1e3
+        return AttentionPlan(dispatched, calc, comm, rolls, sizes, planning_ms)
+
+
+def stack_plans(plans: Sequence[AttentionPlan]) -> AttentionPlan:
+    """Stacks plans of one spec along a new leading replica axis: leaves ``[replicas, cp, ...]``.
+
+    Args:
+        plans: one plan per replica (group of ranks that shares a sequence), in the order of the
+            batch axis.
+
+    Raises:
+        ValueError: no plan is given, or the specs differ.
+    """
+    if not plans:
+        raise ValueError("stack_plans needs at least one plan")
+    for i, plan in enumerate(plans):
+        if plan.spec != plans[0].spec:
+            problem = plans[0].spec.shortfall(plan.spec) or plan.spec.shortfall(plans[0].spec)
+            raise ValueError(
+                f"plan {i} and plan 0 have different specs: {problem}; plan all with one spec"
+            )
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *plans)

@@ -5,7 +5,14 @@ import time
 from magi_jax.masks import AttnMask
 from magi_jax.plan.attention_plan import AttentionPlan
 from magi_jax.plan.config import PlanConfig
-from magi_jax.plan.lay_out import Frame, frame_of, lay_out_dispatch, lay_out_stages, make_spec
+from magi_jax.plan.lay_out import (
+    Frame,
+    check_mask,
+    lay_out_dispatch,
+    lay_out_stages,
+    make_spec,
+    require_frame,
+)
 from magi_jax.plan.spec import PlanSpec
 from magi_jax.solver import dispatch
 
@@ -54,28 +61,18 @@ def _make_frame(mask: AttnMask, cp_size: int, config: PlanConfig, spec: PlanSpec
     """Settles the identities of the plan from mask, config and spec, and checks them."""
     if cp_size < 1:
         raise ValueError(f"cp_size must be at least 1, got {cp_size}")
-    if mask.q_len != mask.k_len:
-        raise ValueError(
-            "make_plan plans self-attention, whose queries and keys are the same tokens;"
-            f" the mask has q_len={mask.q_len} and k_len={mask.k_len}"
-        )
     seq_len = config.seq_len or (mask.q_len if spec is None else spec.seq_len)
     if seq_len < 1:
         raise ValueError("a plan needs at least one token, the mask has none")
-    if mask.q_len > seq_len:
-        raise ValueError(f"the mask has {mask.q_len} tokens, the sequence only {seq_len}")
+    check_mask(mask, seq_len)
     chunk_size = config.chunk_size or (
         _auto_chunk_size(seq_len, cp_size) if spec is None else spec.chunk_size
     )
     num_chunks = -(-seq_len // chunk_size)
     local_len = min(-(-num_chunks // cp_size) * chunk_size, seq_len)
     frame = Frame(cp_size, seq_len, chunk_size, local_len, config.tile_size, config.roll_shifts)
-    if spec is not None and frame != frame_of(spec):
-        name = next(n for n in Frame._fields if getattr(frame, n) != getattr(spec, n))
-        raise ValueError(
-            f"the spec is of another kind: its {name} is {getattr(spec, name)}, the plan's is"
-            f" {getattr(frame, name)}"
-        )
+    if spec is not None:
+        require_frame(spec, frame)
     return frame
 
 

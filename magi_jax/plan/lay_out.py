@@ -1,9 +1,11 @@
 """Lays the solvers' results out as tables of the sizes that a `PlanSpec` gives."""
 
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
 
+from magi_jax.masks import AttnMask
 from magi_jax.plan.slice_table import build_table, exact_spec, pad_entries, pad_table
 from magi_jax.plan.spec import MIN_BUFFER_ROWS, MIN_SEGMENTS, CommSpec, PlanSpec, bucket
 from magi_jax.plan.tables import CommMeta, DispatchMeta, SliceTable
@@ -26,6 +28,29 @@ class Frame(NamedTuple):
 def frame_of(spec: PlanSpec) -> Frame:
     """The identities of a spec."""
     return Frame(*(getattr(spec, name) for name in Frame._fields))
+
+
+def require_frame(spec: PlanSpec, frame: Frame) -> None:
+    """Raises ValueError unless a spec has the identities of a plan; the first that differs is
+    named.
+    """
+    for name, value in frame._asdict().items():
+        if getattr(spec, name) != value:
+            raise ValueError(
+                f"the spec is of another kind: its {name} is {getattr(spec, name)},"
+                f" the plan's is {value}"
+            )
+
+
+def check_mask(mask: AttnMask, seq_len: int) -> None:
+    """Raises ValueError unless a mask is square and fits into the sequence."""
+    if mask.q_len != mask.k_len:
+        raise ValueError(
+            "a plan is for self-attention, whose queries and keys are the same tokens; the mask has"
+            f" q_len={mask.q_len} and k_len={mask.k_len}"
+        )
+    if mask.q_len > seq_len:
+        raise ValueError(f"the mask has {mask.q_len} tokens, the sequence only {seq_len}")
 
 
 def make_spec(frame: Frame, dispatched: DispatchMeta, rolls, calc, comm) -> PlanSpec:
@@ -150,7 +175,13 @@ def _comm_meta(pieces, sizes: CommSpec, wanted: CommSpec | None, path: str) -> C
         tables.self_rows,
         max(tables.send.shape[1], tables.recv.shape[1]),
     )
-    spec = needed.rounded() if wanted is None else wanted
+    spec = wanted
+    if spec is None:
+        spec = needed.rounded()
+        most = max(spec.src_rows, 1)  # no pair shares more rows than the source has
+        spec = dataclasses.replace(
+            spec, pair_rows=min(spec.pair_rows, most), self_rows=min(spec.self_rows, most)
+        )
     if problem := spec.shortfall(needed, path):
         raise _does_not_fit(problem)
     # Past every end, so that the tables stay sorted.

@@ -1,0 +1,140 @@
+"""Pictures of a plan: who computes which part of the mask, how much each rank does, who sends to
+whom.
+"""
+
+from os import PathLike
+
+import numpy as np
+
+from magi_jax.masks import bands
+from magi_jax.plan.report import PlanReport, make_report
+from magi_jax.plan.tables import DST_ROW, N_ROWS, PEER, SRC_ROW
+
+PIXELS = 512  # sampled queries and keys of the mask's picture
+TICKS = 8  # labelled ranks of an axis, about
+
+
+def plot_plan(plan, path: str | PathLike) -> None:
+    """Writes the picture of a concrete plan to ``path``. Raises ImportError without matplotlib."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "plot() draws with matplotlib, which is not installed: pip install matplotlib"
+        ) from error
+
+    report = make_report(plan)
+    colors = matplotlib.colormaps["turbo"].resampled(max(plan.cp_size, 2))
+    figure = Figure(figsize=(15, 5.2), dpi=150, layout="constrained")
+    mask_axes, area_axes, traffic_axes = figure.subplots(1, 3, width_ratios=[1.15, 1, 1.15])
+    _draw_mask(figure, mask_axes, plan, colors)
+    _draw_area(area_axes, report, colors)
+    _draw_traffic(figure, traffic_axes, report)
+    figure.savefig(path)
+
+
+def _draw_mask(figure, axes, plan, colors) -> None:
+    seq_len, cp_size = plan.spec.seq_len, plan.cp_size
+    owners = np.ma.masked_less(sampled_owners(plan), 0)
+    image = axes.imshow(
+        owners,
+        cmap=colors,
+        vmin=-0.5,
+        vmax=max(cp_size, 2) - 0.5,
+        extent=(0, seq_len, seq_len, 0),
+        interpolation="nearest",
+    )
+    axes.set(title="Mask, coloured by the rank that computes it", xlabel="key", ylabel="query")
+    figure.colorbar(image, ax=axes, shrink=0.8, label="rank", ticks=_ticks(cp_size))
+
+
+def _draw_area(axes, report: PlanReport, colors) -> None:
+    ranks = np.arange(report.cp_size)
+    bottom = np.zeros(report.cp_size)
+    for stage, area in enumerate(report.area):
+        # Later stages are paler; the first is the rank's colour in the picture of the mask.
+        axes.bar(
+            ranks,
+            area,
+            bottom=bottom,
+            width=0.9,
+            color=colors(ranks),
+            alpha=1.0 / (1 + 0.6 * stage),
+        )
+        bottom += area
+    axes.axhline(bottom.mean(), color="black", linewidth=0.8, linestyle="--")
+    axes.set(
+        title=f"Area of each rank: imbalance {report.imbalance:.3f} (dashed: mean)\n"
+        "local keys below, remote stages paler above",
+        xlabel="rank",
+        ylabel="(query, key) pairs",
+        xticks=_ticks(report.cp_size),
+    )
+
+
+def _draw_traffic(figure, axes, report: PlanReport) -> None:
+    rows = np.ma.masked_equal(report.traffic.sum(axis=0), 0)
+    image = axes.imshow(rows, cmap="viridis", interpolation="nearest")
+    share = report.recv_rows.max() / max(report.ring_rows.max(), 1)
+    axes.set(
+        title=f"Rows sent between ranks\nworst rank receives {share:.1%} of a ring's",
+        xlabel="receiver",
+        ylabel="sender",
+        xticks=_ticks(report.cp_size),
+        yticks=_ticks(report.cp_size),
+    )
+    figure.colorbar(image, ax=axes, shrink=0.8, label="rows")
+
+
+def _ticks(cp_size: int) -> np.ndarray:
+    return np.arange(0, cp_size, max(-(-cp_size // TICKS), 1))
+
+
+def sampled_owners(plan, pixels: int = PIXELS) -> np.ndarray:
+    """The rank that computes each sampled (query, key) cell, int64 ``[P, P]``, -1 = not visible.
+
+    ``P = min(pixels, seq_len)`` positions are sampled evenly, the same for queries and keys.
+    """
+    seq_len = plan.spec.seq_len
+    count = min(pixels, seq_len)
+    sampled = (2 * np.arange(count) + 1) * seq_len // (2 * count)
+    positions = np.asarray(plan.positions, np.int64)
+    owners = np.full((count, count), -1, np.int64)
+    buffers = [positions, *(_received_positions(meta, positions) for meta in plan.comm)]
+    rank_of = np.empty(seq_len, np.int64)
+    rank, _ = np.nonzero(positions >= 0)
+    rank_of[positions[positions >= 0]] = rank
+    for table, buffer in zip(plan.calc, buffers, strict=True):
+        for rank in range(plan.cp_size):
+            queries = np.flatnonzero(rank_of[sampled] == rank)
+            local = np.searchsorted(_rising(positions[rank]), sampled[queries])
+            rows = np.searchsorted(_rising(buffer[rank]), sampled)
+            held = _rising(buffer[rank])[np.minimum(rows, buffer.shape[1] - 1)] == sampled
+            keys = np.flatnonzero(held)
+            slices = np.asarray(table.slices[rank], np.int64)
+            slices = slices[bands.is_visible(slices)]
+            for query, row in zip(queries, local, strict=True):
+                low, high = bands.key_bounds(slices, np.full(len(slices), row))
+                seen = low < high
+                # Keys lie in rising order in every buffer, so an interval of rows is one of `keys`.
+                first = np.searchsorted(rows[keys], low[seen])
+                last = np.searchsorted(rows[keys], high[seen])
+                for a, b in zip(first, last, strict=True):
+                    owners[query, keys[a:b]] = rank
+    return owners
+
+
+def _received_positions(meta, positions: np.ndarray) -> np.ndarray:
+    """Global position of each row of a received buffer, -1 = padding, int64 ``[cp, dst_rows]``."""
+    out = np.full((len(positions), meta.dst_rows), -1, np.int64)
+    for rank, recv in enumerate(np.asarray(meta.recv)):
+        for piece in recv[recv[:, N_ROWS] > 0]:
+            source = positions[piece[PEER], piece[SRC_ROW] : piece[SRC_ROW] + piece[N_ROWS]]
+            out[rank, piece[DST_ROW] : piece[DST_ROW] + piece[N_ROWS]] = source
+    return out
+
+
+def _rising(buffer: np.ndarray) -> np.ndarray:
+    """Positions with the padding at the end lifted above all tokens, so that the row is sorted."""
+    return np.where(buffer < 0, np.iinfo(np.int64).max, buffer)
