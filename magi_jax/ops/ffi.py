@@ -1,0 +1,83 @@
+"""Loads the extension module, checks that the running jaxlib accepts it, and registers its targets."""
+
+import functools
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import jaxlib
+
+FORWARD = "magi_jax_ffa_forward"
+FORWARD_ACCUMULATE = "magi_jax_ffa_forward_accumulate"
+BACKWARD = "magi_jax_ffa_backward"
+
+
+def runtime_ffi_api_version() -> tuple[int, int]:
+    """XLA FFI API version ``(major, minor)`` of the running jaxlib, from the header that it ships."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text()
+    versions = [
+        re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")
+    ]
+    major, minor = (int(found[1]) if found else -1 for found in versions)
+    if major < 0 or minor < 0:
+        raise ImportError(f"no XLA FFI API version was found in {header}")
+    return major, minor
+
+
+def check_ffi_api_version(
+    built: tuple[int, int], running: tuple[int, int], *, built_jaxlib: str, running_jaxlib: str
+) -> None:
+    """Raises ImportError when a runtime would refuse a library.
+
+    XLA takes libraries with its own major version and a minor version that is not newer than its own.
+    Registering any other gives confusing errors much later ("No FFI handler registered", or a CPU backend
+    that cannot start), so this is said at once.
+
+    Args:
+        built: version of the headers that the library was built with.
+        running: version of the running jaxlib.
+        built_jaxlib: version of the jaxlib that the headers came from.
+        running_jaxlib: version of the running jaxlib.
+    """
+    if built[0] == running[0] and built[1] <= running[1]:
+        return
+    raise ImportError(
+        f"magi_jax was built with the XLA FFI headers of jaxlib {built_jaxlib} (API {built[0]}.{built[1]}),"
+        f" but the running jaxlib {running_jaxlib} has API {running[0]}.{running[1]} and accepts only"
+        f" {running[0]}.0 to {running[0]}.{running[1]}. Install jaxlib {built_jaxlib} or newer, or build"
+        " magi_jax again in this environment: pip install --no-build-isolation --force-reinstall magi_jax."
+    )
+
+
+@functools.cache
+def load() -> ModuleType:
+    """The extension module with its targets registered; the registration happens on the first call.
+
+    Raises:
+        ImportError: the extension is not built, or the running jaxlib does not accept it.
+    """
+    try:
+        module = importlib.import_module("magi_jax._ffi")
+    except ImportError as error:
+        raise ImportError(
+            "the compiled part of magi_jax is missing or cannot be loaded; install the package (in a clone:"
+            " pip install --no-build-isolation -e .) rather than importing its sources alone"
+        ) from error
+    info = module.build_info()
+    check_ffi_api_version(
+        info["ffi_api_version"],
+        runtime_ffi_api_version(),
+        built_jaxlib=info["jaxlib_version"],
+        running_jaxlib=jaxlib.__version__,
+    )
+    for target, platform, stages in module.registrations():
+        jax.ffi.register_ffi_target(target, stages, platform=platform)
+    return module
+
+
+def build_info() -> dict:
+    """How the extension was built: FFI API and jaxlib versions, CPU instruction set in use, CUDA or not."""
+    return load().build_info()

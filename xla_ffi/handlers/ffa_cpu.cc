@@ -1,0 +1,329 @@
+// Attention targets on the CPU: decode, validate, and hand units of work to XLA's threads.
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+#include "xla_ffi/common/ffa_operands.h"
+#include "xla_ffi/common/registration.h"
+#include "xla_ffi/common/table_check.h"
+#include "xla_ffi/kernels/cpu/kernels.h"
+#include "xla_ffi/kernels/cpu/parallel.h"
+
+namespace magi_jax {
+namespace {
+
+using Operand = ffi::AnyBuffer;
+using Result = ffi::Result<ffi::AnyBuffer>;
+
+struct TableOperands {
+  Operand slices;
+  TileRunsOperands by_query;
+};
+
+ffi::Error OutOfMemory(int64_t floats) {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                    "no memory for " + std::to_string(floats * 4) + " bytes of scratch per thread");
+}
+
+ffi::Error CheckTileSize(const Problem& problem) {
+  if (problem.tile_size <= cpu::kMaxTileSize) return ffi::Error::Success();
+  return InvalidArgument("the CPU kernels take tiles of up to " + std::to_string(cpu::kMaxTileSize) +
+                         " rows, got tile_size " + std::to_string(problem.tile_size));
+}
+
+TableExtents ExtentsOf(Operand slices, const TileRunsOperands& walk) {
+  return {static_cast<int32_t>(slices.dimensions()[0]),
+          static_cast<int32_t>(walk.runs.dimensions()[0]),
+          static_cast<int32_t>(walk.ids.dimensions()[0])};
+}
+
+ffi::Error DecodeForward(Operand q, Operand k, Operand v, const TableOperands& table,
+                         const Attributes& attributes, Result out, Result lse,
+                         ForwardParams* params) {
+  Problem& problem = params->problem;
+  MAGI_JAX_RETURN_IF_ERROR(DecodeProblem(q, k, v, attributes, &problem));
+  MAGI_JAX_RETURN_IF_ERROR(CheckTileSize(problem));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeSlices(table.slices, &params->slices));
+  MAGI_JAX_RETURN_IF_ERROR(
+      DecodeTileRuns(table.by_query, problem.q_len, problem.tile_size, &params->by_query));
+  MAGI_JAX_RETURN_IF_ERROR(
+      CheckShape("out", *out, {problem.q_len, problem.num_heads, problem.v_head_dim}));
+  MAGI_JAX_RETURN_IF_ERROR(CheckShape("lse", *lse, {problem.q_len, problem.num_heads}));
+  MAGI_JAX_RETURN_IF_ERROR(CheckF32("lse", *lse));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeDType("out", *out, &params->out_dtype));
+  if (params->out_dtype != problem.dtype && params->out_dtype != DType::kF32) {
+    return InvalidArgument("out must be float32 or have the dtype of q");
+  }
+  MAGI_JAX_RETURN_IF_ERROR(CheckSliceValues(
+      params->slices, static_cast<int32_t>(table.slices.dimensions()[0]), problem));
+  MAGI_JAX_RETURN_IF_ERROR(CheckTileRunValues("by_query", params->by_query,
+                                              ExtentsOf(table.slices, table.by_query),
+                                              problem.k_len));
+  params->q = q.untyped_data();
+  params->k = k.untyped_data();
+  params->v = v.untyped_data();
+  params->out = out->untyped_data();
+  params->lse = static_cast<float*>(lse->untyped_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error RunForward(const ForwardParams& params, ffi::ThreadPool& pool) {
+  const cpu::Kernels& kernels = cpu::SelectKernels();
+  const int64_t scratch_floats = kernels.forward_scratch(params.problem);
+  const int32_t heads = params.problem.num_heads;
+  const bool ok =
+      cpu::ParallelFor(pool, int64_t{params.by_query.num_tiles} * heads, [&](int64_t unit) {
+        float* scratch = cpu::ThreadScratch::Get(scratch_floats);
+        if (scratch == nullptr) return false;
+        kernels.forward(params, params.by_query.order[unit / heads],
+                        static_cast<int32_t>(unit % heads), scratch);
+        return true;
+      });
+  return ok ? ffi::Error::Success() : OutOfMemory(scratch_floats);
+}
+
+// Exceptions (no memory, no thread) must not reach XLA.
+template <typename Body>
+ffi::Error Guarded(Body&& body) {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    return ffi::Error(ffi::ErrorCode::kInternal, error.what());
+  }
+}
+
+ffi::Error Forward(ffi::ThreadPool pool, Operand q, Operand k, Operand v, Operand slices, Operand ptr,
+                   Operand runs, Operand ids, Operand order, Result out, Result lse, float scale,
+                   float logits_soft_cap, int32_t tile_size) {
+  return Guarded([&]() -> ffi::Error {
+    ForwardParams params = {};
+    const TableOperands table = {slices, {"by_query", ptr, runs, ids, order}};
+    MAGI_JAX_RETURN_IF_ERROR(DecodeForward(q, k, v, table, {scale, logits_soft_cap, tile_size}, out,
+                                           lse, &params));
+    return RunForward(params, pool);
+  });
+}
+
+ffi::Error ForwardAccumulate(ffi::ThreadPool pool, Operand q, Operand k, Operand v, Operand slices,
+                             Operand ptr, Operand runs, Operand ids, Operand order, Operand out_in,
+                             Operand lse_in, Result out, Result lse, float scale,
+                             float logits_soft_cap, int32_t tile_size) {
+  return Guarded([&]() -> ffi::Error {
+    ForwardParams params = {};
+    const TableOperands table = {slices, {"by_query", ptr, runs, ids, order}};
+    MAGI_JAX_RETURN_IF_ERROR(DecodeForward(q, k, v, table, {scale, logits_soft_cap, tile_size}, out,
+                                           lse, &params));
+    const Problem& problem = params.problem;
+    MAGI_JAX_RETURN_IF_ERROR(CheckF32("out", *out));
+    MAGI_JAX_RETURN_IF_ERROR(CheckF32("out_in", out_in));
+    MAGI_JAX_RETURN_IF_ERROR(CheckF32("lse_in", lse_in));
+    MAGI_JAX_RETURN_IF_ERROR(
+        CheckShape("out_in", out_in, {problem.q_len, problem.num_heads, problem.v_head_dim}));
+    MAGI_JAX_RETURN_IF_ERROR(CheckShape("lse_in", lse_in, {problem.q_len, problem.num_heads}));
+    if (out_in.untyped_data() != params.out) {
+      std::memcpy(params.out, out_in.untyped_data(), out_in.size_bytes());
+    }
+    if (lse_in.untyped_data() != params.lse) {
+      std::memcpy(params.lse, lse_in.untyped_data(), lse_in.size_bytes());
+    }
+    params.accumulate = true;
+    return RunForward(params, pool);
+  });
+}
+
+ffi::Error DecodeBackward(Operand dout, Operand q, Operand k, Operand v, Operand lse, Operand delta,
+                          const TableOperands& table, const TileRunsOperands& by_key,
+                          const Attributes& attributes, BackwardParams* params) {
+  Problem& problem = params->problem;
+  MAGI_JAX_RETURN_IF_ERROR(DecodeProblem(q, k, v, attributes, &problem));
+  MAGI_JAX_RETURN_IF_ERROR(CheckTileSize(problem));
+  MAGI_JAX_RETURN_IF_ERROR(
+      CheckShape("dout", dout, {problem.q_len, problem.num_heads, problem.v_head_dim}));
+  MAGI_JAX_RETURN_IF_ERROR(CheckShape("lse", lse, {problem.q_len, problem.num_heads}));
+  MAGI_JAX_RETURN_IF_ERROR(CheckShape("delta", delta, {problem.q_len, problem.num_heads}));
+  MAGI_JAX_RETURN_IF_ERROR(CheckF32("lse", lse));
+  MAGI_JAX_RETURN_IF_ERROR(CheckF32("delta", delta));
+  DType dout_dtype;
+  MAGI_JAX_RETURN_IF_ERROR(DecodeDType("dout", dout, &dout_dtype));
+  if (dout_dtype != problem.dtype) return InvalidArgument("dout must have the dtype of q");
+  MAGI_JAX_RETURN_IF_ERROR(DecodeSlices(table.slices, &params->slices));
+  MAGI_JAX_RETURN_IF_ERROR(
+      DecodeTileRuns(table.by_query, problem.q_len, problem.tile_size, &params->by_query));
+  MAGI_JAX_RETURN_IF_ERROR(
+      DecodeTileRuns(by_key, problem.k_len, problem.tile_size, &params->by_key));
+  MAGI_JAX_RETURN_IF_ERROR(CheckSliceValues(
+      params->slices, static_cast<int32_t>(table.slices.dimensions()[0]), problem));
+  MAGI_JAX_RETURN_IF_ERROR(CheckTileRunValues("by_query", params->by_query,
+                                              ExtentsOf(table.slices, table.by_query),
+                                              problem.k_len));
+  MAGI_JAX_RETURN_IF_ERROR(CheckTileRunValues(
+      "by_key", params->by_key, ExtentsOf(table.slices, by_key), problem.q_len));
+  params->dout = dout.untyped_data();
+  params->q = q.untyped_data();
+  params->k = k.untyped_data();
+  params->v = v.untyped_data();
+  params->lse = static_cast<const float*>(lse.untyped_data());
+  params->delta = static_cast<const float*>(delta.untyped_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error DecodeGradients(Operand k, Operand dq, Operand dk, Operand dv, BackwardParams* params) {
+  const Problem& problem = params->problem;
+  MAGI_JAX_RETURN_IF_ERROR(
+      CheckShape("dq", dq, {problem.q_len, problem.num_heads, problem.head_dim}));
+  MAGI_JAX_RETURN_IF_ERROR(
+      CheckShape("dk", dk, {problem.k_len, problem.num_kv_heads, problem.head_dim}));
+  MAGI_JAX_RETURN_IF_ERROR(
+      CheckShape("dv", dv, {problem.k_len, problem.num_kv_heads, problem.v_head_dim}));
+  MAGI_JAX_RETURN_IF_ERROR(CheckF32("dq", dq));
+  const ffi::DataType dkv_type = dk.element_type();
+  if (dv.element_type() != dkv_type ||
+      (dkv_type != ffi::DataType::F32 && dkv_type != k.element_type())) {
+    return InvalidArgument("dk and dv must both be float32 or both have the dtype of k");
+  }
+  MAGI_JAX_RETURN_IF_ERROR(DecodeDType("dk", dk, &params->dkv_dtype));
+  params->dq = static_cast<float*>(dq.untyped_data());
+  params->dk = dk.untyped_data();
+  params->dv = dv.untyped_data();
+  return ffi::Error::Success();
+}
+
+// One walk does five products per block, but its threads divide kv heads among them; two walks do seven and
+// divide tiles. Both have a fixed order of sums.
+bool OneWalkIsFaster(const Problem& problem, int64_t threads) {
+  threads = std::max<int64_t>(threads, 1);
+  const int64_t rounds = (problem.num_kv_heads + threads - 1) / threads;
+  return 5 * rounds * threads <= 7 * int64_t{problem.num_kv_heads};
+}
+
+bool RunOneWalk(const BackwardParams& params, ffi::ThreadPool& pool, int64_t scratch_floats) {
+  const cpu::Kernels& kernels = cpu::SelectKernels();
+  const Problem& problem = params.problem;
+  const size_t dq_bytes =
+      sizeof(float) * problem.q_len * static_cast<size_t>(problem.num_heads) * problem.head_dim;
+  std::memset(params.dq, 0, dq_bytes);
+  return cpu::ParallelFor(pool, problem.num_kv_heads, [&](int64_t kv_head) {
+    float* scratch = cpu::ThreadScratch::Get(scratch_floats);
+    if (scratch == nullptr) return false;
+    for (int32_t tile = 0; tile < params.by_key.num_tiles; ++tile) {
+      kernels.key_walk(params, tile, static_cast<int32_t>(kv_head), /*add_dq=*/true, scratch);
+    }
+    return true;
+  });
+}
+
+bool RunTwoWalks(const BackwardParams& params, ffi::ThreadPool& pool, int64_t scratch_floats) {
+  const cpu::Kernels& kernels = cpu::SelectKernels();
+  const int32_t heads = params.problem.num_heads, kv_heads = params.problem.num_kv_heads;
+  const int64_t key_units = int64_t{params.by_key.num_tiles} * kv_heads;
+  const int64_t query_units = int64_t{params.by_query.num_tiles} * heads;
+  return cpu::ParallelFor(pool, key_units + query_units, [&](int64_t unit) {
+    float* scratch = cpu::ThreadScratch::Get(scratch_floats);
+    if (scratch == nullptr) return false;
+    if (unit < key_units) {
+      kernels.key_walk(params, params.by_key.order[unit / kv_heads],
+                       static_cast<int32_t>(unit % kv_heads), /*add_dq=*/false, scratch);
+    } else {
+      unit -= key_units;
+      kernels.query_walk(params, params.by_query.order[unit / heads],
+                         static_cast<int32_t>(unit % heads), scratch);
+    }
+    return true;
+  });
+}
+
+ffi::Error Backward(ffi::ThreadPool pool, Operand dout, Operand q, Operand k, Operand v, Operand lse,
+                    Operand delta, Operand slices, Operand q_ptr, Operand q_runs, Operand q_ids,
+                    Operand q_order, Operand k_ptr, Operand k_runs, Operand k_ids, Operand k_order,
+                    Result dq, Result dk, Result dv, float scale, float logits_soft_cap,
+                    int32_t tile_size) {
+  return Guarded([&]() -> ffi::Error {
+    BackwardParams params = {};
+    const TableOperands table = {slices, {"by_query", q_ptr, q_runs, q_ids, q_order}};
+    MAGI_JAX_RETURN_IF_ERROR(DecodeBackward(dout, q, k, v, lse, delta, table,
+                                            {"by_key", k_ptr, k_runs, k_ids, k_order},
+                                            {scale, logits_soft_cap, tile_size}, &params));
+    MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(k, *dq, *dk, *dv, &params));
+    const cpu::Kernels& kernels = cpu::SelectKernels();
+    const int64_t scratch_floats = std::max(kernels.key_walk_scratch(params.problem),
+                                            kernels.query_walk_scratch(params.problem));
+    const bool ok = OneWalkIsFaster(params.problem, pool.num_threads())
+                        ? RunOneWalk(params, pool, scratch_floats)
+                        : RunTwoWalks(params, pool, scratch_floats);
+    return ok ? ffi::Error::Success() : OutOfMemory(scratch_floats);
+  });
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER(kFfaForwardCpu, Forward,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Operand>()  // q
+                           .Arg<Operand>()  // k
+                           .Arg<Operand>()  // v
+                           .Arg<Operand>()  // slices
+                           .Arg<Operand>()  // by_query.ptr
+                           .Arg<Operand>()  // by_query.runs
+                           .Arg<Operand>()  // by_query.ids
+                           .Arg<Operand>()  // by_query.order
+                           .Ret<Operand>()  // out
+                           .Ret<Operand>()  // lse
+                           .Attr<float>("scale")
+                           .Attr<float>("logits_soft_cap")
+                           .Attr<int32_t>("tile_size"));
+
+XLA_FFI_DEFINE_HANDLER(kFfaForwardAccumulateCpu, ForwardAccumulate,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Operand>()  // q
+                           .Arg<Operand>()  // k
+                           .Arg<Operand>()  // v
+                           .Arg<Operand>()  // slices
+                           .Arg<Operand>()  // by_query.ptr
+                           .Arg<Operand>()  // by_query.runs
+                           .Arg<Operand>()  // by_query.ids
+                           .Arg<Operand>()  // by_query.order
+                           .Arg<Operand>()  // out_in
+                           .Arg<Operand>()  // lse_in
+                           .Ret<Operand>()  // out
+                           .Ret<Operand>()  // lse
+                           .Attr<float>("scale")
+                           .Attr<float>("logits_soft_cap")
+                           .Attr<int32_t>("tile_size"));
+
+XLA_FFI_DEFINE_HANDLER(kFfaBackwardCpu, Backward,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Operand>()  // dout
+                           .Arg<Operand>()  // q
+                           .Arg<Operand>()  // k
+                           .Arg<Operand>()  // v
+                           .Arg<Operand>()  // lse
+                           .Arg<Operand>()  // delta
+                           .Arg<Operand>()  // slices
+                           .Arg<Operand>()  // by_query.ptr
+                           .Arg<Operand>()  // by_query.runs
+                           .Arg<Operand>()  // by_query.ids
+                           .Arg<Operand>()  // by_query.order
+                           .Arg<Operand>()  // by_key.ptr
+                           .Arg<Operand>()  // by_key.runs
+                           .Arg<Operand>()  // by_key.ids
+                           .Arg<Operand>()  // by_key.order
+                           .Ret<Operand>()  // dq
+                           .Ret<Operand>()  // dk
+                           .Ret<Operand>()  // dv
+                           .Attr<float>("scale")
+                           .Attr<float>("logits_soft_cap")
+                           .Attr<int32_t>("tile_size"));
+
+std::vector<Registration> CpuRegistrations() {
+  return {{"magi_jax_ffa_forward", "cpu", kFfaForwardCpu},
+          {"magi_jax_ffa_forward_accumulate", "cpu", kFfaForwardAccumulateCpu},
+          {"magi_jax_ffa_backward", "cpu", kFfaBackwardCpu}};
+}
+
+}  // namespace magi_jax
