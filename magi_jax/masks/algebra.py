@@ -37,7 +37,9 @@ def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         finished.append(pieces[done])
         pieces, at, end = pieces[~done], at[~done], end[~done]
         parts = bands.subtract(pieces, cutters[at])
-        kept, part = np.nonzero(bands.is_visible(parts.reshape(-1, bands.NUM_COLUMNS)).reshape(-1, 6))
+        kept, part = np.nonzero(
+            bands.is_visible(parts.reshape(-1, bands.NUM_COLUMNS)).reshape(-1, 6)
+        )
         pieces, at, end = parts[kept, part], at[kept] + 1, end[kept]
     return np.concatenate(finished)
 
@@ -71,7 +73,10 @@ def touching_pairs(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray
         (bands.D_MIN, bands.D_MAX, 1),
     ):
         begins = (a[:, start], a[:, end] + closed, b[:, start], b[:, end] + closed)
-        runs_a, runs_b = _runs_of_starts(*begins), _runs_of_starts(*begins[2:], *begins[:2], "right")
+        runs_a, runs_b = (
+            _runs_of_starts(*begins),
+            _runs_of_starts(*begins[2:], *begins[:2], "right"),
+        )
         total = runs_a[2].sum() + runs_b[2].sum()
         if best is None or total < best[0]:
             best = (total, runs_a, runs_b)
@@ -92,7 +97,9 @@ def _runs_of_starts(start, end, other_start, other_end, side="left"):
     return order, first, np.maximum(last - first, 0)
 
 
-def _expand(order: np.ndarray, first: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _expand(
+    order: np.ndarray, first: np.ndarray, count: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     owner = np.repeat(np.arange(len(first)), count)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
     return owner, order[first[owner] + within]

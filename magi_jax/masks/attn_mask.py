@@ -51,7 +51,9 @@ class AttnMask:
         if not disjoint:
             _refuse_overlap(rows)
         rows = rows[bands.is_visible(rows)]
-        rows = np.ascontiguousarray(rows[np.lexsort(rows.T[[bands.D_MIN, bands.K_START, bands.Q_START]])])
+        rows = np.ascontiguousarray(
+            rows[np.lexsort(rows.T[[bands.D_MIN, bands.K_START, bands.Q_START]])]
+        )
         rows.flags.writeable = False
         object.__setattr__(self, "slices", rows)
         object.__setattr__(self, "q_len", q_len)
@@ -175,7 +177,9 @@ class AttnMask:
     def __or__(self, other: "AttnMask") -> "AttnMask":
         """Cells visible in either mask; the two may overlap."""
         self._refuse_other_size(other)
-        return AttnMask(algebra.union(self.slices, other.slices), self.q_len, self.k_len, disjoint=True)
+        return AttnMask(
+            algebra.union(self.slices, other.slices), self.q_len, self.k_len, disjoint=True
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, AttnMask):

@@ -52,9 +52,9 @@ def local(
     mask = _band(q_len, k_len, offset - left, offset + right)
     if prefix:
         latest = offset if causal else UNBOUNDED
-        mask |= global_columns(mask.q_len, mask.k_len, columns=(0, min(prefix, mask.k_len))) & _band(
-            mask.q_len, mask.k_len, -UNBOUNDED, latest
-        )
+        mask |= global_columns(
+            mask.q_len, mask.k_len, columns=(0, min(prefix, mask.k_len))
+        ) & _band(mask.q_len, mask.k_len, -UNBOUNDED, latest)
     return mask
 
 
@@ -71,4 +71,6 @@ def global_columns(q_len: int, k_len: int | None = None, *, columns: tuple[int, 
 
 def _band(q_len: int, k_len: int | None, d_min: int, d_max: int) -> AttnMask:
     q_len, k_len = checks.sequence_lengths(q_len, q_len if k_len is None else k_len)
-    return AttnMask(np.array([[0, q_len, 0, k_len, d_min, d_max]], np.int64), q_len, k_len, disjoint=True)
+    return AttnMask(
+        np.array([[0, q_len, 0, k_len, d_min, d_max]], np.int64), q_len, k_len, disjoint=True
+    )
