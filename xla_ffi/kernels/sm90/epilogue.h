@@ -1,0 +1,120 @@
+// Writes a warpgroup's finished rows straight from registers: the quad that shares a row trades words until each
+// thread has 16 contiguous bytes, so that no shared memory is needed and the next tile can run on.
+
+#ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_EPILOGUE_H_
+#define MAGI_JAX_XLA_FFI_KERNELS_SM90_EPILOGUE_H_
+
+#include "xla_ffi/kernels/sm90/kernel_params.h"
+#include "xla_ffi/kernels/sm90/softmax.h"
+
+namespace magi_jax::sm90 {
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+// Transposes the 4 x 4 words that a quad holds: word j of lane i becomes word i of lane j.
+__device__ __forceinline__ void QuadTranspose(uint32_t (&w)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+  const uint32_t a = __shfl_xor_sync(0xFFFFFFFF, odd ? w[0] : w[1], 1);
+  const uint32_t b = __shfl_xor_sync(0xFFFFFFFF, odd ? w[2] : w[3], 1);
+  w[0] = odd ? a : w[0];
+  w[1] = odd ? w[1] : a;
+  w[2] = odd ? b : w[2];
+  w[3] = odd ? w[3] : b;
+  const uint32_t c = __shfl_xor_sync(0xFFFFFFFF, upper ? w[0] : w[2], 2);
+  const uint32_t d = __shfl_xor_sync(0xFFFFFFFF, upper ? w[1] : w[3], 2);
+  w[0] = upper ? c : w[0];
+  w[2] = upper ? w[2] : c;
+  w[1] = upper ? d : w[1];
+  w[3] = upper ? w[3] : d;
+}
+
+template <typename Traits>
+struct Epilogue {
+  using Element = typename Traits::Element;
+  static constexpr int kCount = Traits::kVHeadDim / 2;  // accumulators of a thread
+
+  // Takes the sums over all keys; `row_in_tile` is this thread's first row, its second is 8 below.
+  static __device__ __forceinline__ void Write(const KernelParams& params, const TileNote& tile, int row_in_tile,
+                                               float scale_log2, const RowStats& stats, float (&o)[kCount]) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int packed_row = row_in_tile + 8 * row;
+      const int token = tile.token + (packed_row >> params.pack_log2);
+      const int head = tile.head + (packed_row & ((1 << params.pack_log2) - 1));
+      const int64_t index = static_cast<int64_t>(token) * params.num_heads + head;
+      const bool inside = token < params.q_len;
+      const float sum = QuadSum(stats.sum[row]);
+      // Not `sum > 0`: a NaN must reach the output.
+      float weight = sum == 0.0f ? 0.0f : Reciprocal(sum);
+      float lse = sum == 0.0f ? -INFINITY : (stats.reference[row] * scale_log2 + Log2(sum)) * kLn2;
+      if (params.accumulate) {
+        Merge(params, index, inside, row, weight, lse, o);
+      } else if (params.out_is_f32) {
+        float* out = static_cast<float*>(params.out) + index * Traits::kVHeadDim;
+        StoreFloats(out, inside, row, weight, o);
+      } else {
+        Element* out = static_cast<Element*>(params.out) + index * Traits::kVHeadDim;
+        StoreElements(out, inside, row, weight, o);
+      }
+      if (inside && threadIdx.x % 4 == 0) params.lse[index] = lse;
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void StoreElements(Element* out, bool inside, int row, float weight,
+                                                       const float (&o)[kCount]) {
+    const int lane_in_quad = threadIdx.x % 4;
+#pragma unroll
+    for (int group = 0; group < kCount / 16; ++group) {  // 32 columns
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int i = 16 * group + 4 * j + 2 * row;
+        words[j] = Pack(o[i] * weight, o[i + 1] * weight, Element{});
+      }
+      QuadTranspose(words);
+      uint4* destination = reinterpret_cast<uint4*>(out) + 4 * group + lane_in_quad;
+      if (inside) *destination = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+
+  static __device__ __forceinline__ void StoreFloats(float* out, bool inside, int row, float weight,
+                                                     const float (&o)[kCount]) {
+    float2* destination = reinterpret_cast<float2*>(out) + threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const int i = 4 * j + 2 * row;
+      if (inside) destination[4 * j] = make_float2(o[i] * weight, o[i + 1] * weight);
+    }
+  }
+
+  // Merges the rows with those already in `out` and `lse`, of other keys; leaves the joint lse in `lse`.
+  static __device__ __forceinline__ void Merge(const KernelParams& params, int64_t index, bool inside, int row,
+                                               float weight, float& lse, const float (&o)[kCount]) {
+    const float earlier_lse = inside ? params.lse[index] : -INFINITY;
+    __syncwarp();  // every thread of the quad has read lse before one of them overwrites it
+    const float top = fmaxf(earlier_lse, lse);
+    const float base = top == -INFINITY ? 0.0f : top;
+    const float earlier_share = Exp2((earlier_lse - base) * kLog2e), share = Exp2((lse - base) * kLog2e);
+    const float total = earlier_share + share;
+    const float inverse = total == 0.0f ? 0.0f : Reciprocal(total);
+    weight *= share * inverse;
+    const float earlier_weight = earlier_share * inverse;
+    lse = total == 0.0f ? -INFINITY : base + Log2(total) * kLn2;
+    float2* destination =
+        reinterpret_cast<float2*>(static_cast<float*>(params.out) + index * Traits::kVHeadDim) + threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const int i = 4 * j + 2 * row;
+      if (inside) {
+        const float2 earlier = destination[4 * j];
+        destination[4 * j] = make_float2(fmaf(earlier.x, earlier_weight, o[i] * weight),
+                                         fmaf(earlier.y, earlier_weight, o[i + 1] * weight));
+      }
+    }
+  }
+};
+
+}  // namespace magi_jax::sm90
+
+#endif  // MAGI_JAX_XLA_FFI_KERNELS_SM90_EPILOGUE_H_

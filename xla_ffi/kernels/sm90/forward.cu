@@ -1,0 +1,137 @@
+// Host side of the Hopper forward: which problems it takes, and how one is dealt out over the device.
+
+#include "xla_ffi/kernels/sm90/forward.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+
+#include "xla_ffi/kernels/sm90/forward_launch.h"
+#include "xla_ffi/kernels/sm90/kernel_params.h"
+
+namespace magi_jax::sm90 {
+namespace {
+
+constexpr int kBlockM = 128;  // rows of a work tile, in all instantiations
+constexpr int kMaxPackLog2 = 3;  // at most 8 heads in a work tile
+// Keys and values of one section of kv heads should stay in L2 (50 MiB or more) beside queries and outputs.
+constexpr int64_t kSectionBytes = int64_t{24} << 20;
+
+struct Instantiation {
+  DType dtype;
+  int head_dim, v_head_dim;
+  const char* name;
+  cudaError_t (*launch)(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
+};
+
+constexpr Instantiation kInstantiations[] = {
+    {DType::kBF16, 128, 128, "sm90 hdim128 bf16", LaunchForwardHdim128Bf16},
+    {DType::kF16, 128, 128, "sm90 hdim128 f16", LaunchForwardHdim128F16},
+};
+
+const Instantiation* Find(const Problem& problem) {
+  for (const Instantiation& candidate : kInstantiations) {
+    if (candidate.dtype == problem.dtype && candidate.head_dim == problem.head_dim &&
+        candidate.v_head_dim == problem.v_head_dim) {
+      return &candidate;
+    }
+  }
+  return nullptr;
+}
+
+// Heads of a group that share a work tile: the largest power of two that divides the group.
+int PackLog2(const Problem& problem) {
+  const int group = problem.num_heads / problem.num_kv_heads;
+  int log2 = 0;
+  while (log2 < kMaxPackLog2 && group % (2 << log2) == 0) ++log2;
+  return log2;
+}
+
+bool IsAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+KernelParams MakeKernelParams(const ForwardParams& forward) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  const Problem& problem = forward.problem;
+  KernelParams params{};
+  params.slices = forward.slices;
+  params.by_query = forward.by_query;
+  params.out = forward.out;
+  params.lse = forward.lse;
+  params.q_len = problem.q_len;
+  params.k_len = problem.k_len;
+  params.num_heads = problem.num_heads;
+  params.num_slices = problem.num_slices;
+  params.scale = problem.scale;
+  params.out_is_f32 = forward.out_dtype == DType::kF32;
+  params.accumulate = forward.accumulate;
+  const float cap = problem.logits_soft_cap;
+  params.transform = cap != 0.0f || !(problem.scale > 0.0f);
+  params.transform_scale = cap != 0.0f ? 2.0f * kLog2e * problem.scale / cap : kLog2e * problem.scale;
+  params.cap_log2 = cap * kLog2e;
+
+  params.pack_log2 = PackLog2(problem);
+  const int pack = 1 << params.pack_log2;
+  params.num_kv_heads = problem.num_kv_heads;
+  params.parts_per_group = problem.num_heads / problem.num_kv_heads / pack;
+  params.parts_per_tile = problem.tile_size / (kBlockM / pack);
+  params.table_tile_size = problem.tile_size;
+  const int64_t kv_head_bytes = int64_t{2} * problem.k_len * (problem.head_dim + problem.v_head_dim);
+  params.section_kv_heads =
+      static_cast<int>(std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(kv_head_bytes, 1), 1, problem.num_kv_heads));
+  params.num_work =
+      forward.by_query.num_tiles * problem.num_kv_heads * params.parts_per_group * params.parts_per_tile;
+  return params;
+}
+
+}  // namespace
+
+const char* RefuseForward(const ForwardParams& forward) {
+  const Problem& problem = forward.problem;
+  if (problem.dtype != DType::kBF16 && problem.dtype != DType::kF16) {
+    return "sm90 forward takes bfloat16 and float16 q, k, v";
+  }
+  if (Find(problem) == nullptr) return "sm90 forward takes head dims (q and k, v): 128, 128";
+  if (problem.num_kv_heads <= 0 || problem.num_heads % problem.num_kv_heads != 0) {
+    return "sm90 forward needs a number of heads that is a multiple of the number of kv heads";
+  }
+  if (problem.tile_size <= 0 || problem.tile_size % (kBlockM >> PackLog2(problem)) != 0) {
+    return "sm90 forward needs a slice table whose tile size is a multiple of 128";
+  }
+  if (forward.accumulate && forward.out_dtype != DType::kF32) return "sm90 forward accumulates in float32 only";
+  if (forward.out_dtype != DType::kF32 && forward.out_dtype != problem.dtype) {
+    return "sm90 forward writes float32 or the type of q";
+  }
+  if (!IsAligned(forward.q) || !IsAligned(forward.k) || !IsAligned(forward.v) || !IsAligned(forward.out)) {
+    return "sm90 forward needs q, k, v and out aligned to 16 bytes";
+  }
+  return nullptr;
+}
+
+size_t ForwardScratchBytes(const Problem&) { return sizeof(int); }
+
+void DescribeForward(const Problem& problem, char* text, size_t size) {
+  const Instantiation* found = Find(problem);
+  std::snprintf(text, size, "%s, %d heads x %d tokens a tile", found == nullptr ? "none" : found->name,
+                1 << PackLog2(problem), kBlockM >> PackLog2(problem));
+}
+
+cudaError_t Forward(const ForwardParams& forward, void* scratch, cudaStream_t stream) {
+  const Instantiation* instantiation = Find(forward.problem);
+  if (instantiation == nullptr || scratch == nullptr) return cudaErrorInvalidValue;
+  if (forward.problem.q_len == 0) return cudaSuccess;
+  KernelParams params = MakeKernelParams(forward);
+  int device, num_sms;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  const int grid = std::min(params.num_work, num_sms);
+  if (params.num_work > grid) {
+    params.counter = static_cast<int*>(scratch);
+    error = cudaMemsetAsync(scratch, 0, sizeof(int), stream);
+    if (error != cudaSuccess) return error;
+  }
+  return instantiation->launch(forward, params, grid, stream);
+}
+
+}  // namespace magi_jax::sm90

@@ -1,0 +1,10 @@
+#include "xla_ffi/kernels/sm90/forward.cuh"
+
+namespace magi_jax::sm90 {
+
+cudaError_t LaunchForwardHdim128F16(const ForwardParams& forward, const KernelParams& params, int grid,
+                                     cudaStream_t stream) {
+  return LaunchForward<ForwardTraits<__half, 128, 128, 128>>(forward, params, grid, stream);
+}
+
+}  // namespace magi_jax::sm90

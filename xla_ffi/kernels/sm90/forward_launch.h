@@ -1,0 +1,18 @@
+// One launch function per instantiation, each defined in the file of its name.
+
+#ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_FORWARD_LAUNCH_H_
+#define MAGI_JAX_XLA_FFI_KERNELS_SM90_FORWARD_LAUNCH_H_
+
+#include <cuda_runtime_api.h>
+
+#include "xla_ffi/common/params.h"
+#include "xla_ffi/kernels/sm90/kernel_params.h"
+
+namespace magi_jax::sm90 {
+
+cudaError_t LaunchForwardHdim128Bf16(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
+cudaError_t LaunchForwardHdim128F16(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
+
+}  // namespace magi_jax::sm90
+
+#endif  // MAGI_JAX_XLA_FFI_KERNELS_SM90_FORWARD_LAUNCH_H_

@@ -1,0 +1,120 @@
+// What the kernel gets from the host, how its shared memory is laid out, and the shape of one instantiation.
+
+#ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_KERNEL_PARAMS_H_
+#define MAGI_JAX_XLA_FFI_KERNELS_SM90_KERNEL_PARAMS_H_
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "xla_ffi/common/params.h"
+#include "xla_ffi/kernels/sm90/tma.h"
+
+namespace magi_jax::sm90 {
+
+// One instantiation. A work tile has kBlockM rows, each a (token, head) pair: 2^p tokens' worth of heads of one group
+// are packed, so that a tile of a grouped model spans few tokens and loads keys once for all its heads.
+template <typename ElementT, int kHeadDimT, int kVHeadDimT, int kBlockNT, int kStagesT = 2, bool kTurnsT = true,
+          bool kNarrowT = true>
+struct ForwardTraits {
+  using Element = ElementT;
+  static constexpr int kHeadDim = kHeadDimT;
+  static constexpr int kVHeadDim = kVHeadDimT;
+  static constexpr int kBlockN = kBlockNT;  // keys of a block
+  static constexpr int kStages = kStagesT;  // key and value blocks in shared memory
+  static constexpr bool kTurns = kTurnsT;   // consumers take turns to issue products
+
+  static constexpr int kConsumers = 2;                // warpgroups of 64 rows
+  static constexpr int kBlockM = 64 * kConsumers;     // rows of a tile
+  static constexpr int kQStages = 2;                  // tiles of queries in shared memory
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kConsumerWarps = 4 * kConsumers;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;  // 128 * (40 + 2 * 232) is the register file
+
+  static constexpr int kChunks = (kHeadDim + kChunk - 1) / kChunk;
+  static constexpr int kVChunks = (kVHeadDim + kChunk - 1) / kChunk;
+  static constexpr int kRowBytes = kChunk * 2;
+  static constexpr int kQBytes = kBlockM * kRowBytes * kChunks;
+  static constexpr int kKBytes = kBlockN * kRowBytes * kChunks;
+  static constexpr int kVBytes = kBlockN * kRowBytes * kVChunks;
+  // Leading part of a block that a short last block computes alone; zero when products cannot be cut.
+  static constexpr int kNarrowN = kNarrowT && kBlockN % 32 == 0 && kBlockN >= 128 ? kBlockN / 2 : 0;
+
+  static_assert(kHeadDim % 16 == 0 && kVHeadDim % 32 == 0 && kBlockN % 16 == 0);
+};
+
+// What the producer tells consumers about a block of keys.
+enum BlockFlags : int32_t {
+  kFirstBlock = 1,   // of its tile: the outputs of the tile before are complete once earlier products are
+  kMaskedBlock = 2,  // some cell is hidden
+  kNarrowBlock = 4,  // only the first kNarrowN columns have visible cells
+  kEndOfWork = 8,    // no block; the consumer is done
+};
+
+constexpr int kMaxInlineSlices = 16;
+constexpr int kBlockSlots = 4;  // more than the stages of any instantiation: see Producer::OpenBlock
+
+struct BlockHeader {
+  int32_t key_start, flags, num_slices, ids_begin;  // ids_begin for blocks with more slices than fit inline
+};
+
+struct BlockNote {
+  BlockHeader header;
+  Slice slices[kMaxInlineSlices];
+};
+
+struct TileNote {
+  int32_t token, head;  // of row 0
+};
+
+template <typename Traits>
+struct SharedStorage {
+  alignas(1024) uint8_t q[Traits::kQStages][Traits::kQBytes];  // [warpgroup][chunk][64 rows]
+  alignas(1024) uint8_t k[Traits::kStages][Traits::kKBytes];   // [chunk][kBlockN rows]
+  alignas(1024) uint8_t v[Traits::kStages][Traits::kVBytes];   // [chunk][kBlockN rows]
+  BlockNote blocks[kBlockSlots];
+  TileNote tiles[Traits::kQStages];
+  uint64_t q_full[Traits::kQStages], q_empty[Traits::kQStages];
+  uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
+  uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
+};
+
+struct KernelParams {
+  const Slice* slices;
+  TileRuns by_query;
+  void* out;
+  float* lse;
+  int* counter;  // zero at launch; null: tiles are dealt out in turn
+  int q_len, k_len, num_heads, num_slices;
+  float scale;
+  bool out_is_f32, accumulate;
+  bool transform;                  // logits need TransformLogits, with
+  float transform_scale, cap_log2;  // 2 log2(e) scale / cap and cap log2(e); uncapped, log2(e) scale and 0
+
+  // Work: (section of kv heads, rank of the table tile, kv head, part of the group, part of the table tile).
+  int pack_log2;          // heads of a tile, log2
+  int parts_per_group;    // tiles that cover the heads of one group
+  int parts_per_tile;     // work tiles that cover the tokens of one table tile
+  int table_tile_size;
+  int num_kv_heads, section_kv_heads;
+  int num_work;
+};
+
+// Position in a ring of kCount slots, with the parity of the phase that is current there.
+template <int kCount>
+struct Ring {
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void Advance() {
+    if (++slot == kCount) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+}  // namespace magi_jax::sm90
+
+#endif  // MAGI_JAX_XLA_FFI_KERNELS_SM90_KERNEL_PARAMS_H_

@@ -1,0 +1,227 @@
+// The producer warp: walks the slice table and keeps shared memory full of queries, keys and values.
+//
+// It also decides everything about masks that is uniform over a tile. The runs of the table are those of a table
+// tile; the warp cuts their slices to the tokens of its own, smaller tile, one slice per lane, visits only blocks in
+// which some slice has a cell, and notes beside each block whether it needs a mask and which slices do.
+
+#ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_PRODUCER_H_
+#define MAGI_JAX_XLA_FFI_KERNELS_SM90_PRODUCER_H_
+
+#include <climits>
+
+#include "xla_ffi/kernels/sm90/kernel_params.h"
+#include "xla_ffi/kernels/sm90/tile_scheduler.h"
+
+namespace magi_jax::sm90 {
+
+// One slice, cut to the rows of a tile: keys seen by any row, and keys seen by every row.
+struct LaneSlice {
+  Slice slice;
+  int any_begin, any_end, all_begin, all_end;
+
+  __device__ __forceinline__ void Clear() { any_begin = any_end = all_begin = all_end = 0; }
+
+  __device__ __forceinline__ void Cut(const Slice& source, int first_token, int last_token) {
+    slice = source;
+    const int low = max(slice.q_start, first_token), high = min(slice.q_end - 1, last_token);
+    any_begin = max(slice.k_start, low + slice.d_min);
+    any_end = low <= high ? min(slice.k_end, high + slice.d_max + 1) : any_begin;
+    const bool every_row = low == first_token && high == last_token;
+    all_begin = max(slice.k_start, high + slice.d_min);
+    all_end = every_row ? min(slice.k_end, low + slice.d_max + 1) : all_begin;
+  }
+};
+
+template <typename Traits>
+struct Producer {
+  const KernelParams& params;
+  const CUtensorMap &q_map, &k_map, &v_map;
+  SharedStorage<Traits>& shared;
+  const int lane;
+
+  Ring<Traits::kQStages> q_ring;
+  Ring<Traits::kStages> k_ring, v_ring;
+  int block_slot = 0;
+  int pending_key = -1, pending_kv_head = 0;  // block whose values are still to be loaded
+
+  WorkTile tile;
+  int last_token;    // of the tile, inside the sequence
+  bool tile_opened;  // queries are on their way
+  Run run;
+  int num_chunks;  // groups of 32 slices of the run
+  LaneSlice mine;
+
+  // Walks all tiles of this block of the grid.
+  __device__ void Work() {
+    TileScheduler scheduler(params);
+    const int tokens_per_tile = Traits::kBlockM >> params.pack_log2;
+    while (scheduler.HasWork(params)) {
+      scheduler.Request(params);
+      tile = DecodeWork(params, scheduler.work, tokens_per_tile);
+      if (tile.token < params.q_len) {
+        last_token = min(tile.token + tokens_per_tile, params.q_len) - 1;
+        WalkTile();
+      }
+      scheduler.Advance();
+    }
+    LoadPendingValues();
+    OpenBlock();
+    if (lane == 0) {
+      shared.blocks[block_slot].header = {0, kEndOfWork, 0, 0};
+      BarrierArrive(&shared.k_full[k_ring.slot]);
+    }
+  }
+
+ private:
+  __device__ void WalkTile() {
+    tile_opened = false;
+    const int first_run = max(params.by_query.ptr[tile.table_tile], 0);
+    const int end_run = min(params.by_query.ptr[tile.table_tile + 1], params.by_query.num_runs);
+    for (int r = first_run; r < end_run; ++r) WalkRun(params.by_query.runs[r]);
+    if (!tile_opened && !params.accumulate) WriteEmptyTile();
+  }
+
+  __device__ void WalkRun(const Run& next_run) {
+    run = next_run;
+    run.ids_begin = max(run.ids_begin, 0);
+    run.ids_end = min(run.ids_end, params.by_query.num_ids);
+    num_chunks = (run.ids_end - run.ids_begin + 31) / 32;
+    if (num_chunks <= 0) return;
+    LoadSlices(0);
+    for (int key = FirstVisible(0); key < params.k_len; key = FirstVisible(key + Traits::kBlockN)) {
+      if (!tile_opened) OpenTile();
+      EmitBlock(key);
+    }
+  }
+
+  __device__ __forceinline__ void LoadSlices(int chunk) {
+    const int index = run.ids_begin + 32 * chunk + lane;
+    mine.Clear();
+    if (index >= run.ids_end) return;
+    const int id = min(max(params.by_query.ids[index], 0), params.num_slices - 1);
+    mine.Cut(params.slices[id], tile.token, last_token);
+  }
+
+  // First key at or after `key` that some row of the tile sees, or INT_MAX.
+  __device__ __forceinline__ int FirstVisible(int key) {
+    int first = INT_MAX;
+    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+      if (num_chunks > 1) LoadSlices(chunk);
+      const int candidate = max(mine.any_begin, key);
+      if (candidate < mine.any_end) first = min(first, candidate);
+    }
+    return __reduce_min_sync(0xFFFFFFFF, first);
+  }
+
+  // Starts the load of the tile's queries.
+  __device__ __forceinline__ void OpenTile() {
+    tile_opened = true;
+    BarrierWait(&shared.q_empty[q_ring.slot], q_ring.parity ^ 1);
+    if (lane == 0) {
+      shared.tiles[q_ring.slot] = {tile.token, tile.head};
+      uint64_t* barrier = &shared.q_full[q_ring.slot];
+      BarrierArriveExpect(barrier, Traits::kQBytes);
+      uint8_t* destination = shared.q[q_ring.slot];
+#pragma unroll
+      for (int i = 0; i < Traits::kConsumers * Traits::kChunks; ++i) {
+        const int token = tile.token + (64 >> params.pack_log2) * (i / Traits::kChunks);
+        CopyBox(destination + i * 64 * Traits::kRowBytes, &q_map, barrier, i % Traits::kChunks * kChunk, tile.head,
+                token, kEvictFirst);
+      }
+    }
+    q_ring.Advance();
+    opens_tile = true;
+  }
+
+  // Waits until the next key stage is free. Consumers still read the note of a block after they release its keys,
+  // until they release the next one: a note's slot is used again kBlockSlots > kStages blocks later, after that.
+  __device__ __forceinline__ void OpenBlock() {
+    BarrierWait(&shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
+  }
+
+  __device__ __forceinline__ void EmitBlock(int key) {
+    OpenBlock();
+    BlockNote& note = shared.blocks[block_slot];
+    const int key_end = key + Traits::kBlockN;
+    bool full = key >= run.full_begin && key_end <= run.full_end;
+    int count = 0, visible_end = key;
+    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+      if (num_chunks > 1) LoadSlices(chunk);
+      const bool touches = max(mine.any_begin, key) < min(mine.any_end, key_end);
+      const uint32_t touching = __ballot_sync(0xFFFFFFFF, touches);
+      const int position = count + __popc(touching & ((1u << lane) - 1));
+      if (touches && position < kMaxInlineSlices) note.slices[position] = mine.slice;
+      if (touches) visible_end = max(visible_end, mine.any_end);
+      full |= mine.all_begin <= key && key_end <= mine.all_end;
+      count += __popc(touching);
+    }
+    full = __any_sync(0xFFFFFFFF, full);
+    visible_end = __reduce_max_sync(0xFFFFFFFF, visible_end);
+    int flags = opens_tile ? kFirstBlock : 0;
+    if (!full) flags |= kMaskedBlock;
+    if (Traits::kNarrowN > 0 && visible_end <= key + Traits::kNarrowN) flags |= kNarrowBlock;
+    opens_tile = false;
+    // A block with too many slices hands over the run's whole list.
+    const bool fits = count <= kMaxInlineSlices;
+    if (!fits) count = run.ids_end - run.ids_begin;
+    if (lane == 0) note.header = {key, flags, fits ? count : -count, run.ids_begin};
+    __syncwarp();
+    if (lane == 0) {
+      uint64_t* barrier = &shared.k_full[k_ring.slot];
+      BarrierArriveExpect(barrier, Traits::kKBytes);
+      LoadRows<Traits::kChunks>(shared.k[k_ring.slot], k_map, barrier, tile.kv_head, key);
+    }
+    k_ring.Advance();
+    block_slot = (block_slot + 1) % kBlockSlots;
+    LoadPendingValues();
+    pending_key = key;
+    pending_kv_head = tile.kv_head;
+  }
+
+  // Values are needed one block later than keys, so they are loaded behind the next block's keys.
+  __device__ __forceinline__ void LoadPendingValues() {
+    if (pending_key < 0) return;
+    BarrierWait(&shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+    if (lane == 0) {
+      uint64_t* barrier = &shared.v_full[v_ring.slot];
+      BarrierArriveExpect(barrier, Traits::kVBytes);
+      LoadRows<Traits::kVChunks>(shared.v[v_ring.slot], v_map, barrier, pending_kv_head, pending_key);
+    }
+    v_ring.Advance();
+    pending_key = -1;
+  }
+
+  template <int kChunks>
+  __device__ __forceinline__ void LoadRows(uint8_t* destination, const CUtensorMap& map, uint64_t* barrier,
+                                           int kv_head, int key) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      CopyBox(destination + chunk * Traits::kBlockN * Traits::kRowBytes, &map, barrier, chunk * kChunk, kv_head, key,
+              kEvictLast);
+    }
+  }
+
+  // Rows that see no key at all: out = 0, lse = -inf.
+  __device__ void WriteEmptyTile() {
+    const int pack = 1 << params.pack_log2;
+    const int words = Traits::kVHeadDim * (params.out_is_f32 ? 4 : 2) / 16 * pack;  // of 16 bytes, per token
+    const int row_words = words / pack * params.num_heads;
+    for (int token = tile.token; token <= last_token; ++token) {
+      uint4* row = static_cast<uint4*>(params.out) + static_cast<int64_t>(token) * row_words + words / pack * tile.head;
+      for (int i = lane; i < words; i += 32) row[i] = make_uint4(0, 0, 0, 0);
+      float* lse = params.lse + static_cast<int64_t>(token) * params.num_heads + tile.head;
+      for (int i = lane; i < pack; i += 32) lse[i] = -INFINITY;
+    }
+  }
+
+  bool opens_tile = false;  // the next block is the first of its tile
+
+ public:
+  __device__ __forceinline__ Producer(const KernelParams& params, const CUtensorMap& q_map, const CUtensorMap& k_map,
+                                      const CUtensorMap& v_map, SharedStorage<Traits>& shared)
+      : params(params), q_map(q_map), k_map(k_map), v_map(v_map), shared(shared), lane(threadIdx.x % 32) {}
+};
+
+}  // namespace magi_jax::sm90
+
+#endif  // MAGI_JAX_XLA_FFI_KERNELS_SM90_PRODUCER_H_

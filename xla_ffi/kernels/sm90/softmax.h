@@ -1,0 +1,125 @@
+// Online softmax over the rows of WGMMA accumulators. A thread holds two rows (index 0 and 1 below), and the four
+// threads of a quad share them.
+
+#ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_SOFTMAX_H_
+#define MAGI_JAX_XLA_FFI_KERNELS_SM90_SOFTMAX_H_
+
+#include <cmath>
+#include <cstdint>
+
+#include "xla_ffi/kernels/sm90/ptx.h"
+#include "xla_ffi/kernels/sm90/wgmma.h"
+
+namespace magi_jax::sm90 {
+
+// A row's reference point moves only when its maximum has grown by more than this, in powers of two: probabilities
+// stay below 2^8, which costs no precision in floating point, and most blocks leave the accumulators alone. The
+// result does not depend on the reference point but for rounding.
+constexpr float kRescaleThreshold = 8.0f;
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+struct RowStats {
+  float reference[2];  // what is subtracted from logits, before scaling; -inf until a row has seen a key
+  float sum[2];        // this thread's share of the sum of probabilities
+
+  __device__ __forceinline__ void Reset() {
+    reference[0] = reference[1] = -INFINITY;
+    sum[0] = sum[1] = 0.0f;
+  }
+};
+
+__device__ __forceinline__ float QuadMax(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xFFFFFFFF, x, 2));
+}
+
+__device__ __forceinline__ float QuadSum(float x) {
+  x += __shfl_xor_sync(0xFFFFFFFF, x, 1);
+  return x + __shfl_xor_sync(0xFFFFFFFF, x, 2);
+}
+
+// Logits that a plain multiplication cannot express as scale * max: capped ones, and scales that are not positive.
+// Leaves them in powers of two.
+template <int kCount>
+__device__ __forceinline__ void TransformLogits(float (&logits)[kCount], float scale, float cap_log2) {
+  if (cap_log2 == 0.0f) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) logits[i] *= scale;
+    return;
+  }
+  // tanh(x) = 1 - 2 / (1 + exp(2x)), accurate where the hardware's tanh has 11 bits.
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    logits[i] = fmaf(-2.0f * cap_log2, Reciprocal(1.0f + Exp2(logits[i] * scale)), cap_log2);
+  }
+}
+
+// Turns logits into probabilities relative to each row's reference, which it moves where needed. `rescale` is
+// what earlier sums and outputs of the rows must be multiplied by. Returns whether any row of the warp moved.
+template <int kCount>
+__device__ __forceinline__ bool Softmax(float (&logits)[kCount], RowStats& stats, float (&rescale)[2],
+                                        float scale_log2) {
+  bool moved = false;
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    float top[2] = {logits[2 * row], logits[2 * row + 1]};
+#pragma unroll
+    for (int i = 4; i < kCount; i += 4) {
+      top[0] = fmaxf(top[0], logits[i + 2 * row]);
+      top[1] = fmaxf(top[1], logits[i + 2 * row + 1]);
+    }
+    const float row_top = QuadMax(fmaxf(top[0], top[1]));
+    // False for a row that still has no key: -inf - -inf is NaN.
+    const bool moves = (row_top - stats.reference[row]) * scale_log2 > kRescaleThreshold;
+    rescale[row] = moves ? Exp2((stats.reference[row] - row_top) * scale_log2) : 1.0f;
+    stats.reference[row] = moves ? row_top : stats.reference[row];
+    moved |= moves;
+  }
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const float reference = stats.reference[row] == -INFINITY ? 0.0f : stats.reference[row] * scale_log2;
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float& x = logits[i + 2 * row + j];
+        x = Exp2(fmaf(x, scale_log2, -reference));
+        sum[j] += x;
+      }
+    }
+    stats.sum[row] = fmaf(stats.sum[row], rescale[row], sum[0] + sum[1]);
+  }
+  return __any_sync(0xFFFFFFFF, moved);
+}
+
+__device__ __forceinline__ uint32_t Pack(float low, float high, __nv_bfloat16) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+__device__ __forceinline__ uint32_t Pack(float low, float high, __half) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// Accumulator layout is A-operand layout once neighbours are packed: registers 4s .. 4s + 3 feed step s of PV.
+template <typename Element, int kCount, int kPacked>
+__device__ __forceinline__ void PackProbabilities(const float (&p)[kCount], uint32_t (&packed)[kPacked]) {
+  static_assert(kCount / 2 <= kPacked);
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) packed[i] = Pack(p[2 * i], p[2 * i + 1], Element{});
+}
+
+template <int kCount>
+__device__ __forceinline__ void Rescale(float (&output)[kCount], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) output[i] *= factor[i / 2 % 2];
+}
+
+}  // namespace magi_jax::sm90
+
+#endif  // MAGI_JAX_XLA_FFI_KERNELS_SM90_SOFTMAX_H_
