@@ -7,6 +7,7 @@ converts one to what other libraries take.
 from magi_jax.masks.attn_mask import AttnMask, concatenate
 from magi_jax.masks.attn_slice import AttnSlice, MaskType
 from magi_jax.masks.builders import causal, empty, full, global_columns, global_rows, local
+from magi_jax.masks.cu_seqlens import CuSeqlens, from_cu_seqlens, to_cu_seqlens
 from magi_jax.masks.dense_rows import from_dense
 from magi_jax.masks.packed import (
     block_causal,
@@ -16,14 +17,7 @@ from magi_jax.masks.packed import (
     uniform_block_causal,
     varlen,
 )
-from magi_jax.masks.segments import (
-    CuSeqlens,
-    SegmentIds,
-    from_cu_seqlens,
-    from_segment_ids,
-    to_cu_seqlens,
-    to_segment_ids,
-)
+from magi_jax.masks.segment_ids import SegmentIds, from_segment_ids, to_segment_ids
 
 __all__ = [
     "AttnMask",

@@ -1,5 +1,7 @@
 """Intersection, union, difference and merging of sets of slices, vectorised."""
 
+from typing import Literal
+
 import numpy as np
 
 from magi_jax.masks import bands
@@ -23,7 +25,8 @@ def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Disjoint slices of the cells of ``a`` that are not in ``b``; ``a`` is disjoint in itself.
 
     Each piece meets the cutters of the slice that it came from in the order of their first query; a
-    piece that ends before its next cutter begins is finished. One round handles one cutter per piece.
+    piece that ends before its next cutter begins is finished. One round handles one cutter per
+    piece.
     """
     owner, cutter = touching_pairs(a, b)
     order = np.lexsort((b[cutter, bands.Q_START], owner))
@@ -45,7 +48,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def merge(slices: np.ndarray) -> np.ndarray:
-    """Joins neighbours of disjoint tight slices whose union is one slice, until no sort order finds any."""
+    """Joins neighbours of disjoint tight slices whose union is one slice, as sorting finds them."""
     orders = (
         (bands.Q_START, bands.Q_END, bands.K_START),
         (bands.K_START, bands.K_END, bands.Q_START),
@@ -66,27 +69,25 @@ def touching_pairs(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
     They overlap in one of queries, keys and diagonals, whichever leaves the fewest pairs.
     """
-    best = None
+    choices = []
     for start, end, closed in (
         (bands.Q_START, bands.Q_END, 0),
         (bands.K_START, bands.K_END, 0),
         (bands.D_MIN, bands.D_MAX, 1),
     ):
-        begins = (a[:, start], a[:, end] + closed, b[:, start], b[:, end] + closed)
-        runs_a, runs_b = (
-            _runs_of_starts(*begins),
-            _runs_of_starts(*begins[2:], *begins[:2], "right"),
-        )
-        total = runs_a[2].sum() + runs_b[2].sum()
-        if best is None or total < best[0]:
-            best = (total, runs_a, runs_b)
-    a_first, b_second = _expand(*best[1])
-    b_first, a_second = _expand(*best[2])
+        in_a = _starts_inside(a[:, start], a[:, end] + closed, b[:, start], "left")
+        in_b = _starts_inside(b[:, start], b[:, end] + closed, a[:, start], "right")
+        choices.append((in_a, in_b))
+    in_a, in_b = min(choices, key=lambda runs: runs[0][2].sum() + runs[1][2].sum())
+    a_first, b_second = _expand(*in_a)
+    b_first, a_second = _expand(*in_b)
     return np.concatenate([a_first, a_second]), np.concatenate([b_second, b_first])
 
 
-def _runs_of_starts(start, end, other_start, other_end, side="left"):
-    """For each interval the others that begin inside it: their sort order, first position and number.
+def _starts_inside(
+    start: np.ndarray, end: np.ndarray, other_start: np.ndarray, side: Literal["left", "right"]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The others that begin inside each interval: their sort order, first position and number.
 
     With ``side="right"`` those that begin together with it are left out, so that swapping the roles
     does not give a pair twice.

@@ -18,13 +18,13 @@ DENSE_CELLS = 2**28
 class AttnMask:
     """Which keys each query sees, as slices that share no cell. Immutable, hashable and picklable.
 
-    Two masks are equal when they have the same lengths and the same slices. One set of cells can be cut
-    into slices in several ways; `same_cells` looks through that.
+    Two masks are equal when they have the same lengths and the same slices. One set of cells can be
+    cut into slices in several ways; `same_cells` looks through that.
 
     Attributes:
-        slices: tight rows ``(q_start, q_end, k_start, k_end, d_min, d_max)`` as `masks.bands` describes
-            them, sorted by query and key, read-only int64 ``[A, 6]``. Iterating over a mask gives them as
-            `AttnSlice`.
+        slices: tight rows ``(q_start, q_end, k_start, k_end, d_min, d_max)`` as `masks.bands`
+            describes them, sorted by query and key, read-only int64 ``[A, 6]``. Iterating over a
+            mask gives them as `AttnSlice`.
         q_len: number of queries T.
         k_len: number of keys S.
     """
@@ -37,13 +37,15 @@ class AttnMask:
         """Makes a mask of rows ``[A, 6]``; `from_slices` takes looser forms.
 
         Args:
-            slices: rows inside the rectangle, in any order, int64; those without a visible cell are dropped.
+            slices: rows inside the rectangle, in any order, int64; those without a visible cell are
+                dropped.
             q_len: number of queries.
             k_len: number of keys.
             disjoint: the caller knows that no two slices share a cell, so that nothing is checked.
 
         Raises:
-            ValueError: rows leave the rectangle, two of them share a cell, or the lengths are too large.
+            ValueError: rows leave the rectangle, two of them share a cell, or the lengths are too
+                large.
         """
         q_len, k_len = checks.sequence_lengths(q_len, k_len)
         rows = checks.slice_rows(slices, q_len, k_len)
@@ -66,10 +68,12 @@ class AttnMask:
         """Makes a mask of query ranges, key ranges and types, one of each per slice.
 
         Args:
-            q_ranges: ``[A, 2]`` integers, ``(start, end)`` of each slice's queries; lists or an array.
+            q_ranges: ``[A, 2]`` integers, ``(start, end)`` of each slice's queries; lists or an
+                array.
             k_ranges: ``[A, 2]`` integers, ``(start, end)`` of each slice's keys.
-            types: for each slice a `MaskType`, its integer, or a band ``(d_min, d_max)`` on ``k - q``
-                whose ends may be None for no bound; an array ``[A]`` or ``[A, 2]``; or one MaskType for all.
+            types: for each slice a `MaskType`, its integer, or a band ``(d_min, d_max)`` on
+                ``k - q`` whose ends may be None for no bound; an array ``[A]`` or ``[A, 2]``; or
+                one MaskType for all.
             q_len: number of queries.
             k_len: number of keys; ``q_len`` if not given.
 
@@ -77,8 +81,8 @@ class AttnMask:
             The mask. Slices without a visible cell are legal and dropped.
 
         Raises:
-            ValueError: wrong shapes or dtypes, ranges that are reversed or leave the sequence, or two
-                slices that share a cell; the message names the values.
+            ValueError: wrong shapes or dtypes, ranges that are reversed or leave the sequence, or
+                two slices that share a cell; the message names the values.
         """
         k_len = q_len if k_len is None else k_len
         q_len, k_len = checks.sequence_lengths(q_len, k_len)
@@ -86,7 +90,8 @@ class AttnMask:
         k_ranges = checks.ranges("k_ranges", k_ranges, "k_len", k_len)
         if len(q_ranges) != len(k_ranges):
             raise ValueError(
-                f"q_ranges and k_ranges must be equally many; got {len(q_ranges)} and {len(k_ranges)}"
+                "q_ranges and k_ranges must be equally many; "
+                f"got {len(q_ranges)} and {len(k_ranges)}"
             )
         diagonals = checks.diagonals(types, q_ranges, k_ranges)
         return cls(np.concatenate([q_ranges, k_ranges, diagonals], axis=1), q_len, k_len)
@@ -122,8 +127,8 @@ class AttnMask:
         cells = self.q_len * self.k_len
         if cells > max_cells:
             raise ValueError(
-                f"a dense mask of {self.q_len} x {self.k_len} has {cells} cells, more than {max_cells=};"
-                " crop the mask, or pass a larger max_cells"
+                f"a dense mask of {self.q_len} x {self.k_len} has {cells} cells, more than "
+                f"{max_cells=}; crop the mask, or pass a larger max_cells"
             )
         return convert.dense(self.slices, self.q_len, self.k_len)
 
@@ -150,7 +155,7 @@ class AttnMask:
     def shift(
         self, q_offset: int, k_offset: int, q_len: int | None = None, k_len: int | None = None
     ) -> "AttnMask":
-        """The mask moved by whole positions into a rectangle of ``q_len`` x ``k_len`` (the same if not given).
+        """The mask moved into a rectangle of ``q_len`` x ``k_len`` (the same if not given).
 
         Raises:
             ValueError: a slice leaves the new rectangle.
@@ -207,12 +212,13 @@ class AttnMask:
     def _refuse_other_size(self, other: "AttnMask") -> None:
         if (self.q_len, self.k_len) != (other.q_len, other.k_len):
             raise ValueError(
-                f"masks of {self.q_len} x {self.k_len} and {other.q_len} x {other.k_len} cannot be combined"
+                "masks of different lengths cannot be combined: "
+                f"{self.q_len} x {self.k_len} and {other.q_len} x {other.k_len}"
             )
 
 
 def concatenate(masks: Sequence[AttnMask]) -> AttnMask:
-    """Puts masks one after the other along queries and keys; tokens of different masks do not see each other."""
+    """Puts masks one after the other; tokens of different masks do not see each other."""
     masks = list(masks)
     q_offset = np.cumsum([0, *(mask.q_len for mask in masks)])
     k_offset = np.cumsum([0, *(mask.k_len for mask in masks)])
@@ -230,8 +236,9 @@ def _refuse_overlap(rows: np.ndarray) -> None:
         return
     first, second = pair
     query, key = disjoint.shared_cell(rows[first], rows[second])
+    a, b = AttnSlice(*rows[first].tolist()), AttnSlice(*rows[second].tolist())
     raise ValueError(
         f"slices {first} and {second} overlap, both cover (query {query}, key {key}): "
-        f"{first} is {AttnSlice(*rows[first].tolist())}, {second} is {AttnSlice(*rows[second].tolist())}; "
+        f"{first} is {a}, {second} is {b}; "
         "a cell may belong to one slice only (the | of two masks makes their slices disjoint)"
     )

@@ -28,7 +28,7 @@ class MaskType(enum.IntEnum):
 
 
 def band_columns(types: np.ndarray, q_ranges: np.ndarray, k_ranges: np.ndarray) -> np.ndarray:
-    """Diagonal bounds ``[A, 2]`` of mask types ``[A]`` in their rectangles ``[A, 2]``, ``[A, 2]``."""
+    """Diagonal bounds ``[A, 2]`` of mask types ``[A]`` in their ranges, ``[A, 2]`` each."""
     bounded_below = (types == MaskType.INV_CAUSAL) | (types == MaskType.BI_CAUSAL)
     bounded_above = (types == MaskType.CAUSAL) | (types == MaskType.BI_CAUSAL)
     d_min = np.where(bounded_below, k_ranges[:, 0] - q_ranges[:, 0], -UNBOUNDED)
@@ -38,7 +38,7 @@ def band_columns(types: np.ndarray, q_ranges: np.ndarray, k_ranges: np.ndarray) 
 
 @dataclasses.dataclass(frozen=True)
 class AttnSlice:
-    """A band slice: query ``q`` sees key ``k`` if both are in range and ``d_min <= k - q <= d_max``.
+    """A band slice: query ``q`` sees key ``k`` in its ranges if ``d_min <= k - q <= d_max``.
 
     Attributes:
         q_start: first query.
@@ -86,7 +86,7 @@ class AttnSlice:
 
     @property
     def mask_type(self) -> MaskType | None:
-        """The mask type that describes the tight slice in its own rectangle, None when there is none.
+        """The mask type of the tight slice in its own rectangle, None when it has none.
 
         Where several do (a single row, for one), the one with the lowest value.
         """

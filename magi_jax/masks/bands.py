@@ -1,16 +1,16 @@
 """Geometry of band slices, vectorised over rows of an int64 array.
 
-A slice is one row ``(q_start, q_end, k_start, k_end, d_min, d_max)``. Query ``q`` sees key ``k`` when
+A slice is a row ``(q_start, q_end, k_start, k_end, d_min, d_max)``. Query ``q`` sees key ``k`` when
 
     q_start <= q < q_end,   k_start <= k < k_end,   d_min <= k - q <= d_max.
 
-Every function here takes and returns such rows, shape ``[A, 6]``. Masks, solvers and kernel tables all
-cut, shift and measure slices with these functions and no others.
+Every function here takes and returns such rows, shape ``[A, 6]``. Masks, solvers and kernel tables
+all cut, shift and measure slices with these functions and no others.
 
-A *tight* slice has no slack: each range edge and each diagonal is touched by a visible cell. The tight
-form is unique, so tight rows can be compared; an invisible slice becomes a row of zeros. The visible
-keys of any run of consecutive queries of a tight slice form one interval without holes, since both
-bounds move by at most one key from one query to the next.
+A *tight* slice has no slack: each range edge and each diagonal is touched by a visible cell. The
+tight form is unique, so tight rows can be compared; an invisible slice becomes a row of zeros. The
+visible keys of any run of consecutive queries of a tight slice form one interval without holes,
+since both bounds move by at most one key from one query to the next.
 """
 
 import numpy as np
@@ -43,7 +43,7 @@ def clip(
     k_start: np.ndarray | int | None = None,
     k_end: np.ndarray | int | None = None,
 ) -> np.ndarray:
-    """Cuts each slice to the given query and key intervals (scalars or one per row); the result is tight."""
+    """Cuts slices to query and key intervals (scalars or one per row); the result is tight."""
     rows = np.array(slices, np.int64)
     if q_start is not None:
         rows[:, Q_START] = np.maximum(rows[:, Q_START], q_start)
@@ -81,10 +81,10 @@ def intersect(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def subtract(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Row by row difference: the cells of ``a`` outside ``b`` as disjoint tight slices, ``[A, 6, 6]``.
+    """Row by row difference: cells of ``a`` outside ``b`` as disjoint tight slices ``[A, 6, 6]``.
 
-    The six of each row are the queries before and after ``b`` and, in its queries, the keys before it,
-    below its band, above its band and after it; those without a cell are zeros.
+    The six of each row are the queries before and after ``b`` and, in its queries, the keys before
+    it, below its band, above its band and after it; those without a cell are zeros.
     """
     a = np.asarray(a, np.int64)
     common = intersect(a, b)
@@ -92,7 +92,8 @@ def subtract(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     pieces[:, 0, Q_END] = common[:, Q_START]
     pieces[:, 1, Q_START] = common[:, Q_END]
     pieces[:, 2:, Q_START:K_START] = common[:, None, Q_START:K_START]
-    # The rows of a tight slice have low < k_end and high > k_start, so the band pieces stay inside its keys.
+    # The rows of a tight slice have low < k_end and high > k_start, so the band pieces stay inside
+    # its keys.
     pieces[:, 2, K_END] = np.minimum(a[:, K_END], common[:, K_START])
     pieces[:, 3, K_START] = np.maximum(a[:, K_START], common[:, K_START])
     pieces[:, 3, D_MAX] = np.minimum(a[:, D_MAX], common[:, D_MIN] - 1)
@@ -112,7 +113,7 @@ def area(slices: np.ndarray) -> np.ndarray:
     rows = np.where(q1 > q0, 1, 0)
 
     def cells_up_to(d):
-        """Cells of the rectangle with k - q <= d: a sum over queries of clip(q + d - k0 + 1, 0, width)."""
+        """Cells with k - q <= d: a sum over queries of clip(q + d - k0 + 1, 0, width)."""
         last, before_first = q1 + d - k0, q0 + d - k0
         return _ramp_sum(last, width) - _ramp_sum(before_first, width)
 
@@ -127,7 +128,7 @@ def _ramp_sum(x: np.ndarray, width: np.ndarray) -> np.ndarray:
 
 
 def key_bounds(slices: np.ndarray, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Visible key interval ``[low, high)`` of one query per row; empty intervals have ``low == high``."""
+    """Visible keys ``[low, high)`` of one query per row; empty intervals have ``low == high``."""
     q0, q1, k0, k1, d0, d1 = np.asarray(slices, np.int64).T
     low = np.maximum(k0, queries + d0)
     high = np.minimum(k1, queries + d1 + 1)

@@ -36,7 +36,7 @@ def local(
     global_prefix: int = 0,
     offset: int = 0,
 ) -> AttnMask:
-    """Sliding window: query ``q`` sees keys from ``q + offset - left`` to ``q + offset + right``, both included.
+    """Sliding window: query ``q`` sees keys ``q + offset - left .. q + offset + right``.
 
     Args:
         q_len: number of queries.
@@ -65,7 +65,7 @@ def global_rows(q_len: int, k_len: int | None = None, *, rows: tuple[int, int]) 
 
 
 def global_columns(q_len: int, k_len: int | None = None, *, columns: tuple[int, int]) -> AttnMask:
-    """Keys ``columns = (start, end)`` are seen by every query, no other key is; for use with ``|``."""
+    """Every query sees keys ``columns = (start, end)`` and no others; for use with ``|``."""
     return AttnMask.from_slices([(0, q_len)], [columns], 0, q_len, k_len)
 
 

@@ -42,7 +42,7 @@ def sequence_lengths(q_len: Any, k_len: Any) -> tuple[int, int]:
 
 
 def window(value: Any, causal: bool = False) -> tuple[int, int]:
-    """Left and right reach of a window ``(left, right)``; None is unbounded, and ``causal`` sets right to 0."""
+    """Reach of a window ``(left, right)``; None is unbounded, ``causal`` caps right at 0."""
     if value is None:
         value = (None, None)
     if not isinstance(value, (tuple, list)) or len(value) != 2:

@@ -41,8 +41,8 @@ def row_counts(slices: np.ndarray, q_len: int) -> np.ndarray:
 def to_mask_types(slices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cuts tight slices into pieces that have a `MaskType`: ``(q_ranges, k_ranges, types)``.
 
-    The upper bound of a slice climbs and then stays, the lower bound stays and then climbs. Cutting where
-    they turn leaves at most three pieces: CAUSAL, then FULL or BI_CAUSAL, then INV_CAUSAL.
+    The upper bound of a slice climbs and then stays, the lower bound stays and then climbs. Cutting
+    where they turn leaves at most three pieces: CAUSAL, then FULL or BI_CAUSAL, then INV_CAUSAL.
     """
     q0, q1, k0, k1, d0, d1 = slices.T
     stays_from = k1 - d1 - 1  # the upper bound is at k1 in this row and after

@@ -9,7 +9,7 @@ from magi_jax.masks.attn_mask import AttnMask
 
 
 class _Open(NamedTuple):
-    """A slice that grows row by row; its lower bound stays then climbs, its upper bound climbs then stays."""
+    """A slice that grows by rows: its lower bound stays, then climbs; its upper one the reverse."""
 
     q_start: int
     k_start: int
@@ -53,7 +53,7 @@ def _runs(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _extend(before: dict[int, tuple[_Open, int]], row: int, low: int, high: int) -> _Open:
-    """Takes over the slice of the row above that the run ``[low, high)`` continues, or opens one."""
+    """The slice of the row above that the run ``[low, high)`` continues, or a new one."""
     for last_low in (low, low - 1):
         if last_low not in before:
             continue

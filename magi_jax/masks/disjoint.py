@@ -8,7 +8,7 @@ from magi_jax.masks import bands
 
 
 def find_overlap(slices: np.ndarray) -> tuple[int, int] | None:
-    """Two tight slices that share a cell, as rising row numbers of ``slices [A, 6]``; None if there are none.
+    """Row numbers of two tight slices of ``slices [A, 6]`` that share a cell, None if none do.
 
     Slices whose query ranges (or key ranges) do not overlap are settled by one sort. All others go
     through a sweep over queries, O(A log A), that keeps the active slices ordered by key.
@@ -20,7 +20,10 @@ def find_overlap(slices: np.ndarray) -> tuple[int, int] | None:
     if _apart(rows[:, bands.K_START], rows[:, bands.K_END]):
         return None
     pair = _sweep(rows)
-    return None if pair is None else tuple(sorted(int(visible[i]) for i in pair))
+    if pair is None:
+        return None
+    first, second = sorted(int(visible[i]) for i in pair)
+    return first, second
 
 
 def shared_cell(a: np.ndarray, b: np.ndarray) -> tuple[int, int]:
@@ -38,9 +41,9 @@ def _apart(start: np.ndarray, end: np.ndarray) -> bool:
 def _sweep(rows: np.ndarray) -> tuple[int, int] | None:
     """Walks queries upwards; neighbours in key order are compared when they become neighbours.
 
-    Why that is exact: the visible keys of a tight slice are an interval in each of its queries, and both
-    ends move by 0 or 1 per query. So two slices that have not met yet keep their order, and in the first
-    query where any two slices meet, two that are neighbours in key order meet.
+    Why that is exact: the visible keys of a tight slice are an interval in each of its queries, and
+    both ends move by 0 or 1 per query. So two slices that have not met yet keep their order, and in
+    the first query where any two slices meet, two that are neighbours in key order meet.
     """
     table = rows.tolist()
     count = len(table)
@@ -74,7 +77,7 @@ def _sweep(rows: np.ndarray) -> tuple[int, int] | None:
 
 
 def _meet(a: list[int], b: list[int]) -> bool:
-    """Whether two tight rows share a cell; `bands.tighten` of their intersection, in plain integers."""
+    """Whether two tight rows share a cell: `bands.intersect`, in plain integers."""
     q0, q1 = max(a[0], b[0]), min(a[1], b[1])
     k0, k1 = max(a[2], b[2]), min(a[3], b[3])
     d0, d1 = max(a[4], b[4], k0 - q1 + 1), min(a[5], b[5], k1 - 1 - q0)

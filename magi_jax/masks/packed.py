@@ -24,12 +24,14 @@ def varlen(
         lengths: queries of each document ``[D]``; zero is legal.
         k_lengths: keys of each document ``[D]``, for cross-attention; ``lengths`` if not given.
         causal: query ``i`` of a document sees its keys ``j <= i`` only.
-        window: ``(left, right)``: query ``i`` sees keys ``i - left .. i + right``; None is unbounded.
+        window: ``(left, right)``: query ``i`` sees keys ``i - left .. i + right``; None is
+            unbounded.
         bottom_right: queries are the last tokens of their keys' axis: ``i`` counts from
             ``k_length - length`` and not from 0, as in flash-attention's varlen functions.
 
     Returns:
-        A mask of ``sum(lengths)`` queries and ``sum(k_lengths)`` keys with at most one slice per document.
+        A mask of ``sum(lengths)`` queries and ``sum(k_lengths)`` keys with at most one slice per
+        document.
     """
     lengths = checks.lengths("lengths", lengths)
     k_lengths = lengths if k_lengths is None else checks.lengths("k_lengths", k_lengths)
@@ -50,7 +52,8 @@ def block_causal(frame_lengths: Any, *, frames_per_document: Any = None) -> Attn
 
     Args:
         frame_lengths: tokens of each frame ``[F]``, document after document.
-        frames_per_document: frames of each document ``[D]``, summing to F; one document if not given.
+        frames_per_document: frames of each document ``[D]``, summing to F; one document if not
+            given.
     """
     frames = checks.lengths("frame_lengths", frame_lengths)
     if frames_per_document is None:
@@ -59,7 +62,8 @@ def block_causal(frame_lengths: Any, *, frames_per_document: Any = None) -> Attn
         counts = checks.lengths("frames_per_document", frames_per_document)
         if counts.sum() != len(frames):
             raise ValueError(
-                f"frames_per_document must sum to the {len(frames)} frame_lengths; got {counts.sum()}"
+                f"frames_per_document must sum to the {len(frames)} frame_lengths; "
+                f"got {counts.sum()}"
             )
     start, end = starts_and_ends(frames)
     edges = np.append(start, frames.sum())
@@ -69,7 +73,7 @@ def block_causal(frame_lengths: Any, *, frames_per_document: Any = None) -> Attn
 
 
 def uniform_block_causal(lengths: Any, block: Any) -> AttnMask:
-    """`block_causal` with every document cut into frames of ``block`` tokens; its last one may be short.
+    """`block_causal` with documents cut into frames of ``block`` tokens; the last may be short.
 
     Args:
         lengths: tokens of each document ``[D]``.
@@ -102,7 +106,8 @@ def prefix_lm(lengths: Any, prefix_lengths: Any) -> AttnMask:
     prefixes = checks.lengths("prefix_lengths", prefix_lengths)
     if len(lengths) != len(prefixes):
         raise ValueError(
-            f"lengths and prefix_lengths must be equally many; got {len(lengths)} and {len(prefixes)}"
+            "lengths and prefix_lengths must be equally many; "
+            f"got {len(lengths)} and {len(prefixes)}"
         )
     bad = np.flatnonzero(prefixes > lengths)
     if len(bad):
@@ -123,7 +128,8 @@ def shared_question(
 ) -> AttnMask:
     """Documents of one question and several answers, each of which sees the question and itself.
 
-    A document lies in the sequence as its question, then its answers (reward models, multi-sample RL).
+    A document lies in the sequence as its question, then its answers (reward models, multi-sample
+    RL).
 
     Args:
         question_lengths: tokens of each question ``[D]``.
@@ -136,9 +142,11 @@ def shared_question(
             "answer_lengths must hold one sequence per question; "
             f"got {len(answer_lengths)} for {len(questions)}"
         )
-    answers = [checks.lengths(f"answer_lengths[{i}]", a) for i, a in enumerate(answer_lengths)]
-    counts = np.array([len(a) for a in answers], np.int64)
-    answers = np.concatenate([np.zeros(0, np.int64), *answers])
+    per_question = [
+        checks.lengths(f"answer_lengths[{i}]", answer) for i, answer in enumerate(answer_lengths)
+    ]
+    counts = np.array([len(part) for part in per_question], np.int64)
+    answers = np.concatenate([np.zeros(0, np.int64), *per_question])
     first_answer = starts_and_ends(counts)[0]
     # Parts in the order of the sequence: each question stands before the first of its answers.
     part_lengths = np.insert(answers, first_answer, questions)
@@ -163,7 +171,7 @@ def starts_and_ends(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cut_evenly(name: str, lengths: Any, block: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts each of ``lengths [D]`` into blocks: the number of pieces ``[D]`` and all their lengths."""
+    """Cuts each of ``lengths [D]`` into blocks: their numbers ``[D]`` and all their lengths."""
     lengths = checks.lengths("lengths", lengths)
     block = checks.integers(name, block, ndim=np.ndim(block))
     if block.ndim > 1 or (block.ndim == 1 and len(block) != len(lengths)):

@@ -10,8 +10,8 @@ from magi_jax.masks.attn_slice import UNBOUNDED
 def mask_cases(size: int) -> dict[str, AttnMask]:
     """All named masks: those of training at about ``size`` tokens, then edge cases.
 
-    Most are square of ``size`` tokens; the few that are not say so by ``q_len`` and ``k_len``. The same
-    size gives the same masks.
+    Most are square of ``size`` tokens; the few that are not say so by ``q_len`` and ``k_len``. The
+    same size gives the same masks.
 
     Args:
         size: tokens, at least 32. A prime shows what fits no tile.
@@ -81,7 +81,7 @@ def edge_cases(size: int) -> dict[str, AttnMask]:
 
 
 def random_lengths(rng: np.random.Generator, total: int, mean: float) -> np.ndarray:
-    """Document lengths of about ``mean`` tokens with a long tail, summing to ``total``, int64 ``[D]``."""
+    """Long-tailed lengths of documents of about ``mean`` tokens, ``total`` in all, int64 ``[D]``."""
     lengths = []
     while total:
         length = int(np.ceil(mean * rng.lognormal(-0.5, 1.0)))
@@ -90,23 +90,24 @@ def random_lengths(rng: np.random.Generator, total: int, mean: float) -> np.ndar
     return np.array(lengths, np.int64)
 
 
-def random_mask(
-    rng: np.random.Generator, q_len: int, k_len: int, max_slices: int = 8
-) -> AttnMask:
-    """Disjoint random slices of all types and bands; at most ``max_slices`` of them, possibly none."""
+def random_mask(rng: np.random.Generator, q_len: int, k_len: int, max_slices: int = 8) -> AttnMask:
+    """Disjoint random slices of all types and bands: ``max_slices`` at most, perhaps none."""
     kept = np.zeros((0, bands.NUM_COLUMNS), np.int64)
     target = int(rng.integers(0, max_slices + 1))
     for _ in range(4 * target):
         if len(kept) == target:
             break
         row = random_slice(rng, q_len, k_len)
-        if bands.area(row).all() and not bands.area(bands.intersect(kept, row[[0] * len(kept)])).any():
+        if (
+            bands.area(row).all()
+            and not bands.area(bands.intersect(kept, row[[0] * len(kept)])).any()
+        ):
             kept = np.concatenate([kept, row])
     return AttnMask(kept, q_len, k_len)
 
 
 def random_slice(rng: np.random.Generator, q_len: int, k_len: int) -> np.ndarray:
-    """One tight slice ``[1, 6]`` inside the rectangle: a mask type or any band, perhaps without a cell."""
+    """One tight slice ``[1, 6]`` of a mask type or with any band, perhaps without a cell."""
     q0, q1 = _random_range(rng, q_len)
     k0, k1 = _random_range(rng, k_len)
     kind = int(rng.integers(0, 6))

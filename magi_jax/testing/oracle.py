@@ -1,8 +1,8 @@
-"""Dense attention in NumPy float64, forward and backward: what every implementation is compared with.
+"""Dense attention in NumPy float64, forward and backward, to compare implementations with.
 
 Core layout: ``q [T, N, H]``, ``k [S, K, H]``, ``v [S, K, Hv]``; query head ``n`` reads kv head
-``n // (N // K)``. Logits are ``x = scale * q.k``, then ``cap * tanh(x / cap)`` if capped. A query that
-sees no key gives ``out = 0`` and ``lse = -inf``, or the logsumexp of its sinks.
+``n // (N // K)``. Logits are ``x = scale * q.k``, then ``cap * tanh(x / cap)`` if capped. A query
+that sees no key gives ``out = 0`` and ``lse = -inf``, or the logsumexp of its sinks.
 """
 
 from typing import NamedTuple
@@ -60,9 +60,10 @@ def attention_grads(
     logits_soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
 ) -> Gradients:
-    """Gradients of `attention` for the cotangents ``dout [T, N, Hv]`` and ``dlse [T, N]`` (zeros if None).
+    """Gradients of `attention` for cotangents ``dout [T, N, Hv]`` and ``dlse [T, N]`` (0 if None).
 
-    The other arguments are those of `attention`. Where ``lse`` is ``-inf`` its cotangent has no effect.
+    The other arguments are those of `attention`. Where ``lse`` is ``-inf`` its cotangent has no
+    effect.
     """
     parts = _softmax(q, k, v, dense_mask, scale, logits_soft_cap, sinks)
     group = parts.k.shape[0] // np.shape(k)[1]

@@ -1,53 +1,21 @@
-"""Masks to and from what data pipelines hold: cumulative lengths, segment ids and positions."""
+"""Masks to and from segment ids and positions."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from magi_jax.masks import bands, checks
+from magi_jax.masks import checks
 from magi_jax.masks.attn_mask import AttnMask
-from magi_jax.masks.packed import varlen
-
-
-class CuSeqlens(NamedTuple):
-    """A packed mask as flash-attention's varlen functions take it; `from_cu_seqlens` takes it back.
-
-    Attributes:
-        cu_seqlens: ``[D + 1]``, where the queries of each document begin; rises from 0 to T.
-        cu_seqlens_k: ``[D + 1]``, the same for keys.
-        window: ``(left, right)``, None for unbounded; causal is ``right = 0``.
-        bottom_right: whether the window is aligned to the end of each document's keys.
-    """
-
-    cu_seqlens: np.ndarray
-    cu_seqlens_k: np.ndarray
-    window: tuple[int | None, int | None]
-    bottom_right: bool
+from magi_jax.masks.cu_seqlens import to_cu_seqlens
 
 
 class SegmentIds(NamedTuple):
-    """A packed mask as ids ``[T]`` and ``[S]``, 0 = padding, with positions inside each document."""
+    """A packed mask as ids ``[T]`` and ``[S]``, 0 = padding, and positions in each document."""
 
     segment_ids: np.ndarray
     positions: np.ndarray
     k_segment_ids: np.ndarray
     k_positions: np.ndarray
-
-
-def from_cu_seqlens(
-    cu_seqlens: Any,
-    cu_seqlens_k: Any = None,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    bottom_right: bool = False,
-) -> AttnMask:
-    """`varlen` of cumulative lengths ``[D + 1]`` that rise from 0; the last is the sequence length."""
-    lengths = _lengths_of("cu_seqlens", cu_seqlens)
-    k_lengths = None if cu_seqlens_k is None else _lengths_of("cu_seqlens_k", cu_seqlens_k)
-    return varlen(
-        lengths, k_lengths=k_lengths, causal=causal, window=window, bottom_right=bottom_right
-    )
 
 
 def from_segment_ids(
@@ -61,21 +29,22 @@ def from_segment_ids(
 ) -> AttnMask:
     """Tokens see tokens of their own document; 0 is padding, which sees nothing and is not seen.
 
-    Without positions each id is one run of tokens. With positions, which rise along a document, an id
-    may stand in several runs: where its position goes on rising they are pieces of one document, also
-    across other documents or gaps; where it is 0 again a new document begins.
+    Without positions each id is one run of tokens. With positions, which rise along a document, an
+    id may stand in several runs: where its position goes on rising they are pieces of one document,
+    also across other documents or gaps; where it is 0 again a new document begins.
 
     Args:
         segment_ids: ids of the queries ``[T]``, none negative.
         positions: position of each query in its document ``[T]``; counted from 0 if not given.
-        k_segment_ids: ids of the keys ``[S]``, for cross-attention; those of the queries if not given.
+        k_segment_ids: ids of the keys ``[S]``, for cross-attention; those of the queries if not
+            given.
         k_positions: positions of the keys ``[S]``; goes with ``k_segment_ids``.
         causal: a query sees no key at a later position.
         window: ``(left, right)``: a query at position ``p`` sees keys at ``p - left .. p + right``.
 
     Raises:
-        ValueError: an id stands in several runs without positions, positions go back to something other
-            than 0, or queries and keys disagree on how many documents share an id.
+        ValueError: an id stands in several runs without positions, positions go back to something
+            other than 0, or queries and keys disagree on how many documents share an id.
     """
     left, right = checks.window(window, causal)
     if k_segment_ids is None and k_positions is not None:
@@ -84,7 +53,8 @@ def from_segment_ids(
         raise ValueError("with k_segment_ids, give both positions and k_positions or neither")
     queries = _pieces("", segment_ids, positions)
     keys = queries if k_segment_ids is None else _pieces("k_", k_segment_ids, k_positions)
-    _refuse_other_documents(queries, keys)
+    if keys is not queries:
+        _refuse_other_documents(queries, keys)
 
     # Every piece of a document meets every other: keys are sorted by document.
     order = np.lexsort((keys.document, keys.segment))
@@ -106,38 +76,6 @@ def from_segment_ids(
         shift + right,
     ]
     return AttnMask(np.stack(columns, axis=1), queries.length, keys.length, disjoint=True)
-
-
-def to_cu_seqlens(mask: AttnMask) -> CuSeqlens:
-    """The mask as packed documents with one window.
-
-    Queries without keys and keys without queries become documents of their own, of zero keys or queries.
-
-    Raises:
-        ValueError: the mask has another form.
-    """
-    rows = mask.slices
-    q_edges = rows[:, bands.Q_START : bands.K_START].reshape(-1)
-    k_edges = rows[:, bands.K_START : bands.D_MIN].reshape(-1)
-    if (np.diff(q_edges) < 0).any() or (np.diff(k_edges) < 0).any():
-        raise ValueError(f"{mask} is no sequence of packed documents, one slice each")
-    # Between two documents lie those of unseeing queries, then those of unseen keys; both may be empty.
-    q_cuts = np.concatenate([[0], q_edges, [mask.q_len]])
-    k_cuts = np.concatenate([[0], k_edges, [mask.k_len]])
-    lengths = np.stack([np.diff(q_cuts), np.zeros(len(q_cuts) - 1, np.int64)], axis=1)
-    k_lengths = np.stack([np.zeros(len(k_cuts) - 1, np.int64), np.diff(k_cuts)], axis=1)
-    lengths, k_lengths = lengths.copy(), k_lengths.copy()
-    k_lengths[1::2, 0], k_lengths[1::2, 1] = k_lengths[1::2, 1], 0
-    lengths, k_lengths = lengths.reshape(-1), k_lengths.reshape(-1)
-    used = (lengths > 0) | (k_lengths > 0)
-    lengths, k_lengths = lengths[used], k_lengths[used]
-    for bottom_right in (False, True):
-        window = _window_of(rows, bottom_right)
-        candidate = varlen(lengths, k_lengths=k_lengths, window=window, bottom_right=bottom_right)
-        if candidate == mask:
-            starts = [np.append(0, np.cumsum(part)) for part in (lengths, k_lengths)]
-            return CuSeqlens(*starts, window, bottom_right)
-    raise ValueError(f"{mask} has no single window for all of its documents")
 
 
 def to_segment_ids(mask: AttnMask) -> SegmentIds:
@@ -170,7 +108,6 @@ class _Pieces(NamedTuple):
 def _pieces(prefix: str, segment_ids: Any, positions: Any) -> _Pieces:
     name = f"{prefix}segment_ids"
     ids = checks.lengths(name, segment_ids)
-    place = np.arange(len(ids))
     if positions is not None:
         positions = checks.lengths(f"{prefix}positions", positions)
         if positions.shape != ids.shape:
@@ -202,8 +139,8 @@ def _pieces(prefix: str, segment_ids: Any, positions: Any) -> _Pieces:
     if len(wrong):
         i = wrong[0]
         raise ValueError(
-            f"{prefix}positions of id {segment[order[i]]} go back from {last[i - 1]} to {first[i]} at "
-            f"{start[order[i]]}; a new document of the same id begins at position 0"
+            f"{prefix}positions of id {segment[order[i]]} go back from {last[i - 1]} to {first[i]} "
+            f"at {start[order[i]]}; a new document of the same id begins at position 0"
         )
     restarts = np.cumsum(goes_back)
     group_first = np.maximum.accumulate(np.where(again, 0, np.arange(len(again))))
@@ -235,27 +172,6 @@ def _refuse_other_documents(queries: _Pieces, keys: _Pieces) -> None:
         q_count, k_count = numbers[0][segment] + 1, numbers[1][segment] + 1
         if q_count != k_count:
             raise ValueError(
-                f"id {segment} has {q_count} documents in segment_ids and {k_count} in k_segment_ids"
+                f"id {segment} has {q_count} documents in segment_ids "
+                f"and {k_count} in k_segment_ids"
             )
-
-
-def _lengths_of(name: str, cumulative: Any) -> np.ndarray:
-    array = checks.integers(name, cumulative)
-    if not len(array) or array[0] != 0:
-        raise ValueError(f"{name} must begin with 0; got {array[:4].tolist()}")
-    bad = np.flatnonzero(np.diff(array) < 0)
-    if len(bad):
-        raise ValueError(
-            f"{name} must not fall; got {array[bad[0]]} then {array[bad[0] + 1]} at {bad[0] + 1}"
-        )
-    return np.diff(array)
-
-
-def _window_of(rows: np.ndarray, bottom_right: bool) -> tuple[int | None, int | None]:
-    """The smallest window that holds all rows; a side that cuts no row is None."""
-    q0, q1, k0, k1, d0, d1 = rows.T
-    shift = k1 - q1 if bottom_right else k0 - q0
-    cuts_below, cuts_above = d0 > k0 - q1 + 1, d1 < k1 - 1 - q0
-    left = int((shift - d0).max()) if cuts_below.any() else None
-    right = int((d1 - shift).max()) if cuts_above.any() else None
-    return left, right
