@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from magi_jax.comm.cotangents import floating_cotangents
 from magi_jax.comm.manual_axes import make_varying, manual_axis_size, varying_axes
 from magi_jax.comm.portable import PORTABLE
 from magi_jax.comm.transport import Transport, sum_dtype
@@ -53,14 +54,8 @@ def group_cast(x: Any, comm: CommMeta, axis_name: str, *, transport: str | None 
     local = _local_comm(comm, axis_name, "group_cast")
     leaves, treedef = jax.tree.flatten(x)
     leaves = _prepare(leaves, local, axis_name, local.src_rows, "group_cast", "src_rows")
-    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    others = [i for i in range(len(leaves)) if i not in floats]
-    moved = dict(
-        zip(others, backend.cast([leaves[i] for i in others], local, axis_name), strict=True)
-    )
-    cast = _cast(backend, axis_name, [leaves[i] for i in floats], local)
-    moved.update(zip(floats, cast, strict=True))
-    return jax.tree.unflatten(treedef, [moved[i] for i in range(len(leaves))])
+    moved = _cast(backend, axis_name, leaves, local)
+    return jax.tree.unflatten(treedef, moved)
 
 
 def group_reduce(
@@ -78,7 +73,7 @@ def group_reduce(
     Call it inside a `shard_map` that is manual over ``axis_name``. The order of the additions is fixed.
 
     Args:
-        y: for "sum" a pytree of floating arrays ``[dst_rows, ...]``; for "lse" a pair ``(out, lse)`` of
+        y: for "sum" a pytree of arrays ``[dst_rows, ...]``; for "lse" a pair ``(out, lse)`` of
             partial attention results ``[dst_rows, N, Hv]`` and ``[dst_rows, N]``.
         comm: the transfer, with its ``[cp]`` axis sharded, whole or already stripped.
         axis_name: mesh axis whose ranks exchange rows.
@@ -101,13 +96,13 @@ def group_reduce(
     leaves, treedef = jax.tree.flatten(y)
     leaves = _prepare(leaves, local, axis_name, local.dst_rows, "group_reduce", "dst_rows")
     wire = None if wire_dtype is None else jnp.dtype(wire_dtype)
-    out_dtypes = tuple(jnp.dtype(out_dtype or leaf.dtype) for leaf in leaves)
     if op == "lse":
         _check_partials(leaves)
         reduced = _reduce_lse(backend, axis_name, wire, *leaves, local)
-        reduced = [reduced[0].astype(out_dtypes[0]), reduced[1].astype(leaves[1].dtype)]
+        reduced = [x.astype(out_dtype or y.dtype) for x, y in zip(reduced, leaves, strict=True)]
     else:
-        reduced = _reduce(backend, axis_name, wire, out_dtypes, leaves, local)
+        dtypes = tuple(jnp.dtype(out_dtype or leaf.dtype) for leaf in leaves)
+        reduced = _reduce(backend, axis_name, wire, dtypes, leaves, local)
     return jax.tree.unflatten(treedef, reduced)
 
 
@@ -155,8 +150,11 @@ def _cast_forward(backend, axis_name, leaves, comm):
 
 
 def _cast_backward(backend, axis_name, comm, cotangents):
-    sums = _reduce(backend, axis_name, None, tuple(g.dtype for g in cotangents), cotangents, comm)
-    return sums, None
+    def transpose(floating):
+        dtypes = tuple(g.dtype for g in floating)
+        return _reduce(backend, axis_name, None, dtypes, floating, comm)
+
+    return floating_cotangents(transpose, cotangents), None
 
 
 _cast.defvjp(_cast_forward, _cast_backward)
@@ -169,15 +167,20 @@ def _reduce(backend, axis_name, wire_dtype, out_dtypes, leaves, comm):
 
 
 def _reduce_forward(backend, axis_name, wire_dtype, out_dtypes, leaves, comm):
-    dtypes = [jnp.zeros((), leaf.dtype) for leaf in leaves]
-    return _reduce(backend, axis_name, wire_dtype, out_dtypes, leaves, comm), (dtypes, comm)
+    like = [jnp.zeros((), leaf.dtype) for leaf in leaves]
+    return _reduce(backend, axis_name, wire_dtype, out_dtypes, leaves, comm), (like, comm)
 
 
 def _reduce_backward(backend, axis_name, wire_dtype, out_dtypes, residuals, cotangents):
     like, comm = residuals
-    wire = [g.astype(wire_dtype or y.dtype) for g, y in zip(cotangents, like, strict=True)]
-    cast = _cast(backend, axis_name, wire, comm)
-    return [g.astype(y.dtype) for g, y in zip(cast, like, strict=True)], None
+    like = [y for y in like if jnp.issubdtype(y.dtype, jnp.inexact)]
+
+    def transpose(floating):
+        wire = [g.astype(wire_dtype or y.dtype) for g, y in zip(floating, like, strict=True)]
+        cast = _cast(backend, axis_name, wire, comm)
+        return [g.astype(y.dtype) for g, y in zip(cast, like, strict=True)]
+
+    return floating_cotangents(transpose, cotangents), None
 
 
 _reduce.defvjp(_reduce_forward, _reduce_backward)
