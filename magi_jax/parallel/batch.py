@@ -1,0 +1,72 @@
+"""Batches of sequences, brought to the one-sequence layout of `Stages`.
+
+Sequences that share a plan become more heads: ``[B, T, N, H]`` is ``[T, B * N, H]``, and head ``b * N + n``
+still reads kv head ``b * K + n // (N // K)``. One kernel call and one transfer then serve the batch.
+Sequences with plans of their own (a stacked plan) take turns.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from magi_jax.parallel.region import in_turns
+from magi_jax.parallel.stages import Stages
+from magi_jax.plan import AttentionPlan
+
+
+def forward(stages: Stages, q, k, v, sinks, plan: AttentionPlan):
+    """`Stages.forward` on local arrays ``[T, N, H]`` or ``[B, T, N, H]``; ``plan`` still has its ranks."""
+    if plan.positions.ndim == 3:
+        return in_turns(
+            lambda arrays, part: _forward(stages, *arrays, sinks, part), (q, k, v), plan
+        )
+    if q.ndim == 3:
+        return _forward(stages, q, k, v, sinks, plan)
+    batch = q.shape[0]
+    sinks = None if sinks is None else jnp.tile(sinks, batch)
+    out, lse, kept = _forward(stages, *map(_fold, (q, k, v)), sinks, plan)
+    return _unfold(out, batch), _unfold(lse, batch), kept
+
+
+def backward(stages: Stages, cotangents, results, operands, plan: AttentionPlan):
+    """`Stages.backward` on the same arrays; ``operands`` are ``q, k, v, sinks``."""
+    q, k, v, sinks = operands
+    if plan.positions.ndim == 3:
+
+        def one(arrays, part):
+            cotangents, results, (q, k, v) = arrays
+            return _backward(stages, cotangents, results, (q, k, v, sinks), part)
+
+        *gradients, dsinks = in_turns(one, (cotangents, results, (q, k, v)), plan)
+        return *gradients, None if sinks is None else dsinks.sum(0)
+    if q.ndim == 3:
+        return _backward(stages, cotangents, results, operands, plan)
+    batch = q.shape[0]
+    cotangents = tuple(map(_fold, cotangents))
+    results = (*map(_fold, results[:2]), results[2])
+    tiled = None if sinks is None else jnp.tile(sinks, batch)
+    *gradients, dsinks = _backward(
+        stages, cotangents, results, (*map(_fold, (q, k, v)), tiled), plan
+    )
+    dsinks = None if sinks is None else dsinks.reshape(batch, -1).sum(0)
+    return *(_unfold(g, batch) for g in gradients), dsinks
+
+
+def _forward(stages, q, k, v, sinks, plan):
+    return stages.forward(q, k, v, sinks, plan.local(jax.lax.axis_index(stages.axis_name)))
+
+
+def _backward(stages, cotangents, results, operands, plan):
+    part = plan.local(jax.lax.axis_index(stages.axis_name))
+    return stages.backward(cotangents, results, operands, part)
+
+
+def _fold(x: jax.Array) -> jax.Array:
+    """``[B, T, N, ...]`` to ``[T, B * N, ...]``."""
+    x = jnp.swapaxes(x, 0, 1)
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
+
+
+def _unfold(x: jax.Array, batch: int) -> jax.Array:
+    """``[T, B * N, ...]`` to ``[B, T, N, ...]``."""
+    x = x.reshape(x.shape[0], batch, x.shape[1] // batch, *x.shape[2:])
+    return jnp.swapaxes(x, 0, 1)

@@ -1,0 +1,186 @@
+"""`dist_attention`: exact attention over tokens that are sharded across a mesh axis."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, Mesh
+
+from magi_jax.comm.group_collectives import get_transport
+from magi_jax.comm.manual_axes import make_varying, varying_axes
+from magi_jax.ops import get_implementation
+from magi_jax.parallel import batch
+from magi_jax.parallel.operands import Specs, check_operands, check_shapes, find_specs
+from magi_jax.parallel.region import AxisNames, Region, find_region, reshard, run
+from magi_jax.parallel.stages import Stages
+from magi_jax.plan import AttentionPlan
+
+# Names for `jax.checkpoint_policies.save_only_these_names`.
+CONTEXT_NAME = "context"
+REMOTE_KV_NAME = "remote_kv"
+
+
+@dataclass(frozen=True)
+class DistOptions:
+    """Rarely needed options of `dist_attention`. Hashable.
+
+    Attributes:
+        keep_remote_kv: keep the remote keys and values of the forward pass for the backward pass instead
+            of fetching them again: less communication, more memory.
+        reduce_dtype: dtype in which partial dK and dV travel; None is float32. Sums are in float32.
+        transport: transport of the group collectives; None is the portable one.
+    """
+
+    keep_remote_kv: bool = False
+    reduce_dtype: Any = None
+    transport: str | None = None
+
+
+def dist_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan: AttentionPlan,
+    axis_name: str = "cp",
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: str | None = None,
+    batch_axes: AxisNames = None,
+    head_axis: AxisNames = None,
+    return_lse: bool = False,
+    options: DistOptions | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention under the mask of ``plan``, exact, with queries, keys and values sharded by rows.
+
+    Inside a `shard_map` that is manual over ``axis_name``, arrays hold the ``local_len`` rows of one
+    rank; outside, they hold ``cp * local_len`` rows, sharded over ``axis_name``. Rows are those that
+    `dispatch` gives. Mesh axes that are not manual yet are opened here: where they are explicit, their
+    use is read from the types of the arrays; where they are automatic, name it in ``batch_axes`` and
+    ``head_axis``, or XLA would gather what it does not know to be sharded.
+
+    Under ``check_vma=False`` JAX itself scales the gradient of a loss that is psum'ed inside a
+    `shard_map` by the size of the axis; keep ``check_vma=True`` (the default), or take the gradient
+    outside.
+
+    Args:
+        q: ``[T, N, H]`` or ``[B, T, N, H]``, floating.
+        k: ``[T, K, H]`` or ``[B, T, K, H]``, dtype of q; N is a multiple of K.
+        v: ``[T, K, Hv]`` or ``[B, T, K, Hv]``, dtype of q.
+        plan: one plan for all sequences, or a stacked plan with a replica for each. Inside a
+            `shard_map` its leaves may be sharded over ``axis_name`` or whole.
+        axis_name: mesh axis that rows are sharded over.
+        mesh: the mesh, where the context has none.
+        scale: factor of the logits; None is ``H ** -0.5``.
+        logits_soft_cap: logits become ``cap * tanh(logits / cap)``; None for no cap.
+        sinks: ``[N]``, a logit that joins the softmax of every row of its head and has no value.
+        implementation: kernel to use; None chooses by platform.
+        batch_axes: automatic mesh axes that B is sharded over.
+        head_axis: automatic mesh axes that N and K are sharded over.
+        return_lse: whether to return the log-sum-exp too.
+        options: see `DistOptions`.
+
+    Returns:
+        ``out`` with the leading axes of q and last axis Hv, in the dtype of q; rows that see no key are
+        zero. With ``return_lse`` also ``lse``, float32, the shape of ``out`` without its last axis;
+        -inf in rows that see no key.
+
+    Raises:
+        ValueError: shapes, dtypes, the plan and the mesh do not fit each other.
+        NotImplementedError: the implementation does not support the case.
+    """
+    options = DistOptions() if options is None else options
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    region = find_region(axis_name, mesh, "dist_attention")
+    check_shapes(q, k, v)
+    specs = find_specs(region, q, k, v, plan, batch_axes, head_axis)
+    check_operands(region, specs, q, k, v, sinks, plan)
+    stages = Stages(
+        implementation=get_implementation(implementation),
+        axis_name=axis_name,
+        scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
+        logits_soft_cap=float(logits_soft_cap or 0.0),
+        transport=get_transport(options.transport).name,
+        reduce_dtype=None if options.reduce_dtype is None else jnp.dtype(options.reduce_dtype),
+        keep_remote_kv=options.keep_remote_kv,
+    )
+    plan = reshard(region, plan, specs.plan)
+    sinks = reshard(region, sinks, specs.sinks)
+    operands = (q, k, v, sinks)
+    if region.is_local:
+        operands = make_varying(operands, varying_axes((operands, plan)) | {axis_name})
+    out, lse = _attention(_Call(region, specs, stages), operands, plan)
+    return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is static about a call."""
+
+    region: Region
+    specs: Specs
+    stages: Stages
+
+    @property
+    def operand_specs(self):
+        """Specs of q, k, v and sinks."""
+        return (self.specs.tensor,) * 3 + (self.specs.sinks,)
+
+    @property
+    def result_specs(self):
+        """Specs of out, lse and the kept remote keys and values."""
+        return self.specs.tensor, self.specs.lse, self.specs.kept
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(call, operands, plan):
+    out, lse, _ = _forward(call, operands, plan)
+    return out, lse
+
+
+def _forward(call, operands, plan):
+    return run(
+        call.region,
+        lambda operands, plan: batch.forward(call.stages, *operands, plan),
+        (operands, plan),
+        in_specs=(call.operand_specs, call.specs.plan),
+        out_specs=call.result_specs,
+    )
+
+
+def _attention_forward(call, operands, plan):
+    out, lse, kept = _forward(call, operands, plan)
+    # A remat policy that saves these needs no second forward pass.
+    out, lse = checkpoint_name((out, lse), CONTEXT_NAME)
+    kept = checkpoint_name(kept, REMOTE_KV_NAME)
+    return (out, lse), (operands, plan, (out, lse, kept))
+
+
+def _attention_backward(call, residuals, cotangents):
+    operands, plan, results = residuals
+    # Rows are split over these axes; a manual one is the caller's to sum over, as for any operand.
+    summed = call.specs.batch + call.specs.rows
+
+    def backward(cotangents, results, operands, plan):
+        *gradients, dsinks = batch.backward(call.stages, cotangents, results, operands, plan)
+        if dsinks is not None and summed:
+            dsinks = jax.lax.psum(dsinks, summed)
+        return *gradients, dsinks
+
+    gradients = run(
+        call.region,
+        backward,
+        (cotangents, results, operands, plan),
+        in_specs=(call.result_specs[:2], call.result_specs, call.operand_specs, call.specs.plan),
+        out_specs=call.operand_specs,
+    )
+    return gradients, None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)

@@ -1,0 +1,198 @@
+"""Checks of the operands of distributed attention, and how they are sharded."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from magi_jax.parallel.region import AxisNames, Region, as_tuple, check_axes, explicit_entries
+from magi_jax.plan import AttentionPlan
+
+
+@dataclass(frozen=True)
+class Specs:
+    """Shardings over the open axes of a region; what `run` is given. Hashable.
+
+    Attributes:
+        batch: axes of the batch, empty without a batch or where they are manual already.
+        rows: the context-parallel axis, empty where it is manual already.
+        heads: axes of the heads.
+        batched: whether arrays have a batch axis.
+        stacked: whether the plan has a replica for each sequence of the batch.
+    """
+
+    batch: tuple[str, ...]
+    rows: tuple[str, ...]
+    heads: tuple[str, ...]
+    batched: bool
+    stacked: bool
+
+    @property
+    def lse(self) -> P:
+        """``[B, T, N]`` or ``[T, N]``."""
+        return P(*self._batch(self.batched), self.rows, self.heads)
+
+    @property
+    def tensor(self) -> P:
+        """``[B, T, N, H]`` or ``[T, N, H]``."""
+        return P(*self.lse, None)
+
+    @property
+    def plan(self) -> P:
+        """Every leaf of the plan."""
+        return P(*self._batch(self.stacked), self.rows)
+
+    @property
+    def sinks(self) -> P:
+        """``[N]``."""
+        return P(self.heads)
+
+    @property
+    def kept(self) -> P:
+        """Remote keys and values: sequences are folded into heads unless they have plans of their own."""
+        if self.stacked:
+            return P(self.batch, self.rows, self.heads, None)
+        return P(self.rows, self.batch + self.heads, None)
+
+    def _batch(self, present):
+        return (self.batch,) if present else ()
+
+
+def find_specs(
+    region: Region,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan: AttentionPlan,
+    batch_axes: AxisNames,
+    head_axis: AxisNames,
+) -> Specs:
+    """Shardings of the operands: from their types where axes are explicit, else from the arguments."""
+    batched = q.ndim == 4
+    for name, axes in (("batch_axes", as_tuple(batch_axes)), ("head_axis", as_tuple(head_axis))):
+        check_axes(region, axes, name)
+    if as_tuple(batch_axes) and not batched:
+        raise ValueError(f"batch_axes={batch_axes!r}, but q has no batch axis: shape {q.shape}")
+    _refuse_unnamed_axes(region, batch_axes, head_axis)
+    batch, heads = _explicit_specs(region, q, k, v, batched)
+    automatic = region.automatic_axes
+    batch += tuple(axis for axis in as_tuple(batch_axes) if axis in automatic)
+    heads += tuple(axis for axis in as_tuple(head_axis) if axis in automatic)
+    rows = () if region.is_local else (region.axis_name,)
+    return Specs(batch, rows, heads, batched, plan.positions.ndim == 3)
+
+
+def _refuse_unnamed_axes(region, batch_axes, head_axis):
+    """An automatic axis that nobody mentions would have its shards gathered without a word."""
+    unnamed = [
+        axis
+        for axis in region.automatic_axes
+        if axis != region.axis_name and region.sizes[axis] > 1
+    ]
+    if unnamed and batch_axes is None and head_axis is None:
+        raise ValueError(
+            f"the sharding of q over the automatic mesh axes {unnamed} is not known here: name them in"
+            " batch_axes= and head_axis=, or say batch_axes=() if q is replicated over them"
+        )
+
+
+def _explicit_specs(region, q, k, v, batched):
+    """Axes of batch, rows and heads in the types of q, k and v, which must agree."""
+    q_entries, k_entries, v_entries = (explicit_entries(region, x) for x in (q, k, v))
+    if not q_entries == k_entries == v_entries:
+        shardings = ", ".join(f"{n}: {jax.typeof(x)}" for n, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"q, k and v must be sharded alike; got {shardings}")
+    batch = q_entries[0] if batched else ()
+    rows, heads, dims = q_entries[-3:]
+    wanted = (region.axis_name,) if region.axis_name in region.explicit_axes else ()
+    if rows != wanted or dims:
+        raise ValueError(
+            f"the rows of q must be sharded over {region.axis_name!r} alone and its head dim over nothing"
+            f" (dispatch gives that); got {jax.typeof(q)}"
+        )
+    return batch, heads
+
+
+def check_operands(
+    region: Region,
+    specs: Specs,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    plan: AttentionPlan,
+) -> None:
+    """Refuses operands that do not fit each other, the plan or the mesh; shapes are as the caller sees them."""
+    if plan.cp_size != region.cp_size:
+        raise ValueError(
+            f"the plan is for {plan.cp_size} ranks, but mesh axis {region.axis_name!r} has"
+            f" {region.cp_size}"
+        )
+    rows = plan.spec.local_len * (1 if region.is_local else region.cp_size)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.shape[-3] != rows:
+            raise ValueError(
+                f"{name} has {x.shape[-3]} rows, but the plan lays {rows} out"
+                f" ({plan.spec.local_len} per rank{'' if region.is_local else f', {region.cp_size} ranks'});"
+                f" bring tokens there with dispatch(x, plan, {region.axis_name!r})"
+            )
+    _check_heads(region, specs, q, k)
+    if specs.batched:
+        _check_batch(region, specs, q, plan)
+    elif specs.stacked:
+        raise ValueError(
+            f"a stacked plan has one replica per sequence of a batch, but q is {q.shape}: no batch"
+        )
+    if sinks is not None and sinks.shape != (q.shape[-2],):
+        raise ValueError(f"sinks must be [N] = [{q.shape[-2]}], got {sinks.shape}")
+
+
+def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """Refuses operands that are no attention, whatever the plan."""
+    shapes = f"got {q.shape=} {k.shape=} {v.shape=}"
+    if q.ndim not in (3, 4) or k.ndim != q.ndim or v.ndim != q.ndim:
+        raise ValueError(f"q, k and v must all be [T, N, H] or all be [B, T, N, H]; {shapes}")
+    same = (
+        k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1] and q.shape[:-3] == k.shape[:-3]
+    )
+    if not same:
+        raise ValueError(f"expected q [*B, T, N, H], k [*B, T, K, H], v [*B, T, K, Hv]; {shapes}")
+    if not k.shape[-2] or q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"q has {q.shape[-2]} heads, which is not a multiple of the {k.shape[-2]} of k; {shapes}"
+        )
+    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(
+            f"q, k and v must have one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+
+
+def _check_heads(region, specs, q, k):
+    shards = _product(region, specs.heads)
+    if k.shape[-2] % shards:
+        raise ValueError(
+            f"k has {k.shape[-2]} heads (q has {q.shape[-2]}), which the {shards} shards of mesh axes"
+            f" {specs.heads} do not divide"
+        )
+
+
+def _check_batch(region, specs, q, plan):
+    shards = _product(region, specs.batch)
+    if q.shape[0] % shards:
+        raise ValueError(
+            f"the batch of {q.shape[0]} does not divide over the {shards} shards of mesh axes"
+            f" {specs.batch}"
+        )
+    if specs.stacked and plan.positions.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"the stacked plan has {plan.positions.shape[0]} replicas here, the batch {q.shape[0]}"
+            " sequences"
+        )
+
+
+def _product(region, axes):
+    size = 1
+    for axis in axes:
+        size *= region.sizes[axis]
+    return size

@@ -1,0 +1,41 @@
+"""Order of communication and computation, told to XLA.
+
+XLA may run an independent collective whenever it likes, which is usually too late. `barrier` makes a
+stage's attention wait for its keys *and* for the stage before, so that the transfer has that stage to hide
+behind; `after` keeps a transfer from starting earlier than one stage ahead, which would hold its buffer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import compute_on
+
+GPU_PLATFORMS = ("cuda", "rocm", "gpu")
+
+
+def barrier(*values: Any) -> tuple:
+    """The same values, none of which is there before all of them are."""
+    return jax.lax.optimization_barrier(values)
+
+
+def after(value: Any, *earlier: Any) -> Any:
+    """``value``, there only once ``earlier`` is."""
+    return jax.lax.optimization_barrier((value, earlier))[0]
+
+
+def on_communication_stream(fn: Callable) -> Callable:
+    """Lets ``fn`` run beside computation on a GPU; elsewhere it is ``fn``.
+
+    For transports that are custom calls: XLA puts its own collectives on such a stream by itself.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None or device.platform not in GPU_PLATFORMS:
+        return fn
+    # jax 0.10 has this form under another name.
+    annotate = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    return annotate(
+        fn,
+        compute_type="gpu_stream:collective",
+        out_memory_spaces=jax.memory.Space.Device,
+    )

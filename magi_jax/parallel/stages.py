@@ -1,0 +1,153 @@
+"""Distributed attention on one rank: stages of the forward and the backward pass.
+
+Everything here runs where all mesh axes are manual, on local arrays ``q [T, N, H]``, ``k [S, K, H]``,
+``v [S, K, Hv]`` and the rank's own part of a plan. Nothing here has a derivative: the two passes are each
+other's, and `dist_attention` says so.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from magi_jax.comm import group_cast, group_reduce
+from magi_jax.ops import Implementation
+from magi_jax.parallel.overlap import after, barrier, on_communication_stream
+from magi_jax.parallel.sinks import apply_sinks, sinks_gradient
+from magi_jax.plan import AttentionPlan, CommMeta
+
+KeysValues = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How stages are computed and fed. Hashable.
+
+    Attributes:
+        implementation: attention on one device.
+        axis_name: axis whose ranks exchange keys and values.
+        scale: factor of the logits.
+        logits_soft_cap: cap of the logits, 0 = none.
+        transport: name of the transport of the group collectives.
+        reduce_dtype: dtype in which partial dK and dV travel; sums are made in float32.
+        keep_remote_kv: whether the backward pass gets the forward pass's remote keys and values.
+    """
+
+    implementation: Implementation
+    axis_name: str
+    scale: float
+    logits_soft_cap: float
+    transport: str | None
+    reduce_dtype: Any
+    keep_remote_kv: bool
+
+    def forward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, plan: AttentionPlan
+    ) -> tuple[jax.Array, jax.Array, tuple[KeysValues, ...]]:
+        """Returns ``out [T, N, Hv]`` in the dtype of q, ``lse [T, N]`` float32, and the remote keys
+        and values of each stage if they are kept.
+        """
+        options = self._kernel_options()
+        attend = self.implementation.forward
+        remote = _Prefetch(self, (k, v), plan.comm)
+        out, lse = attend(q, k, v, plan.calc[0], out_dtype=jnp.float32, **options)
+        kept = []
+        for stage, table in enumerate(plan.calc[1:]):
+            keys_values, (out, lse) = remote.take(stage, (out, lse))
+            kept.append(keys_values)
+            out, lse = attend(
+                q, *keys_values, table, accumulate=(out, lse), out_dtype=jnp.float32, **options
+            )
+        if sinks is not None:
+            out, lse = apply_sinks(out, lse, sinks)
+        return out.astype(q.dtype), lse, tuple(kept) if self.keep_remote_kv else ()
+
+    def backward(
+        self,
+        cotangents: tuple[jax.Array, jax.Array],
+        results: tuple[jax.Array, jax.Array, tuple[KeysValues, ...]],
+        operands: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None],
+        plan: AttentionPlan,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Gradients of q, k, v and sinks in their dtypes; that of sinks over this rank's rows only.
+
+        Args:
+            cotangents: of ``out`` and ``lse``.
+            results: what `forward` returned.
+            operands: ``q, k, v, sinks``.
+            plan: the rank's part of the plan.
+        """
+        (dout, dlse), (out, lse, kept), (q, k, v, sinks) = cotangents, results, operands
+        delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
+
+        def gradients(keys_values, table):
+            return self.implementation.backward(
+                dout,
+                q,
+                *keys_values,
+                lse,
+                delta,
+                table,
+                dkv_dtype=jnp.float32,
+                **self._kernel_options(),
+            )
+
+        remote = _Prefetch(self, (k, v), plan.comm, kept)
+        dq, *dkv = gradients((k, v), plan.calc[0])
+        returning = None
+        for stage, table in enumerate(plan.calc[1:]):
+            keys_values, (dq, *dkv) = remote.take(stage, (dq, *dkv))
+            stage_dq, *stage_dkv = gradients(keys_values, table)
+            dq = dq + stage_dq
+            if returning is not None:
+                # They had the stage above to hide behind.
+                returning, dq = barrier(returning, dq)
+                dkv = jax.tree.map(jnp.add, dkv, returning)
+            returning = self._send_back(stage_dkv, plan.comm[stage])
+        if returning is not None:
+            dkv = jax.tree.map(jnp.add, dkv, returning)
+        dk, dv = dkv
+        dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
+        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
+
+    def _kernel_options(self) -> dict[str, float]:
+        return {"scale": self.scale, "logits_soft_cap": self.logits_soft_cap}
+
+    def fetch(self, keys_values: KeysValues, comm: CommMeta) -> KeysValues:
+        """Keys and values of other ranks that a stage needs, ``[dst_rows, K, H]`` and ``[.., Hv]``."""
+        cast = on_communication_stream(
+            lambda kv, comm: group_cast(kv, comm, self.axis_name, transport=self.transport)
+        )
+        return cast(keys_values, comm)
+
+    def _send_back(self, partials, comm):
+        reduce = on_communication_stream(
+            lambda dkv, comm: group_reduce(
+                dkv,
+                comm,
+                self.axis_name,
+                wire_dtype=self.reduce_dtype,
+                out_dtype=jnp.float32,
+                transport=self.transport,
+            )
+        )
+        return reduce(partials, comm)
+
+
+class _Prefetch:
+    """Fetches the keys and values of remote stages, each one stage ahead of its use."""
+
+    def __init__(self, stages: Stages, keys_values: KeysValues, comm: tuple, kept: tuple = ()):
+        self.stages, self.keys_values, self.comm, self.kept = stages, keys_values, comm, kept
+        self.pending = stages.fetch(keys_values, comm[0]) if comm and not kept else None
+
+    def take(self, stage: int, done: tuple) -> tuple[KeysValues, tuple]:
+        """Keys and values of a stage, and ``done``, the result of the stage before, which they wait for."""
+        if self.kept:
+            return self.kept[stage], done
+        received, done = barrier(self.pending, done)
+        if stage + 1 < len(self.comm):
+            comm = after(self.comm[stage + 1], done)
+            self.pending = self.stages.fetch(self.keys_values, comm)
+        return received, done
