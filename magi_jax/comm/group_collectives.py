@@ -1,7 +1,7 @@
-"""`group_cast` and `group_reduce`: rows pushed to exactly the ranks that need them, and their sums pulled back.
+"""`group_cast` pushes rows to exactly the ranks that need them, `group_reduce` pulls sums back.
 
-They are each other's transpose, and each is the other's derivative. See docs/architecture.md, "Plan", for
-the tables of a `CommMeta`.
+They are each other's transpose, and each is the other's derivative. See docs/architecture.md,
+"Plan", for the tables of a `CommMeta`.
 """
 
 import functools
@@ -35,8 +35,8 @@ def get_transport(name: str | None) -> Transport:
 def group_cast(x: Any, comm: CommMeta, axis_name: str, *, transport: str | None = None) -> Any:
     """Sends rows of ``x`` to the ranks that need them and puts each where ``comm`` says.
 
-    Call it inside a `shard_map` that is manual over ``axis_name``. Its derivative is `group_reduce`, with
-    sums in float32.
+    Call it inside a `shard_map` that is manual over ``axis_name``. Its derivative is
+    `group_reduce`, with sums in float32.
 
     Args:
         x: pytree of arrays ``[src_rows, ...]`` of any dtype.
@@ -48,7 +48,8 @@ def group_cast(x: Any, comm: CommMeta, axis_name: str, *, transport: str | None 
         The pytree with leaves ``[dst_rows, ...]``; rows that nobody sends are zero.
 
     Raises:
-        ValueError: wrong number of rows, ``comm`` for another number of ranks, or an axis that is not manual.
+        ValueError: wrong number of rows, ``comm`` for another number of ranks, or an axis that is
+            not manual.
     """
     backend = get_transport(transport)
     local = _local_comm(comm, axis_name, "group_cast")
@@ -68,9 +69,10 @@ def group_reduce(
     out_dtype: Any = None,
     transport: str | None = None,
 ) -> Any:
-    """Returns rows to their owners and combines what comes back for each row: the transpose of `group_cast`.
+    """Returns rows to their owners and combines them there: the transpose of `group_cast`.
 
-    Call it inside a `shard_map` that is manual over ``axis_name``. The order of the additions is fixed.
+    Call it inside a `shard_map` that is manual over ``axis_name``. The order of the additions is
+    fixed.
 
     Args:
         y: for "sum" a pytree of arrays ``[dst_rows, ...]``; for "lse" a pair ``(out, lse)`` of
@@ -78,16 +80,19 @@ def group_reduce(
         comm: the transfer, with its ``[cp]`` axis sharded, whole or already stripped.
         axis_name: mesh axis whose ranks exchange rows.
         op: "sum", or "lse": ``out`` averaged with the weights ``exp(lse)``, ``lse`` log-sum-exp'ed.
-        wire_dtype: dtype in which values travel (``out`` for "lse"); None keeps the dtype of each leaf.
-        out_dtype: dtype of the result; None keeps the dtype of each leaf. Sums are made in float32 in any case.
+        wire_dtype: dtype in which values travel (``out`` for "lse"); None keeps the dtype of each
+            leaf.
+        out_dtype: dtype of the result; None keeps the dtype of each leaf. Sums are made in float32
+            in any case.
         transport: None or "portable": padded `all_to_all`.
 
     Returns:
-        The same structure with leaves ``[src_rows, ...]``. Rows that nobody returns are zero (lse -inf).
+        The same structure with leaves ``[src_rows, ...]``. Rows that nobody returns are zero (lse
+        -inf).
 
     Raises:
-        ValueError: wrong number of rows or shapes, an unknown ``op``, ``comm`` for another number of ranks, or
-            an axis that is not manual.
+        ValueError: wrong number of rows or shapes, an unknown ``op``, ``comm`` for another number
+            of ranks, or an axis that is not manual.
     """
     if op not in OPS:
         raise ValueError(f"op must be one of {OPS}, got {op!r}")
@@ -110,12 +115,14 @@ def _local_comm(comm: CommMeta, axis_name: str, function: str) -> CommMeta:
     size = manual_axis_size(axis_name, function)
     if size != comm.spec.cp_size:
         raise ValueError(
-            f"{function}: the transfer was planned for {comm.spec.cp_size} ranks, but axis {axis_name!r} has {size}"
+            f"{function}: the transfer was planned for {comm.spec.cp_size} ranks, but axis"
+            f" {axis_name!r} has {size}"
         )
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if explicit:
         raise ValueError(
-            f"{function} moves rows where the other mesh axes are manual or automatic; {explicit} are explicit"
+            f"{function} moves rows where the other mesh axes are manual or automatic; {explicit}"
+            " are explicit"
             " here: make the surrounding shard_map manual over them too"
         )
     return comm.local(jax.lax.axis_index(axis_name))
@@ -125,7 +132,8 @@ def _prepare(leaves, comm, axis_name, num_rows, function, rows_name):
     for leaf in leaves:
         if not jnp.ndim(leaf) or leaf.shape[0] != num_rows:
             raise ValueError(
-                f"{function} needs leaves of {num_rows} rows ({rows_name} of the transfer) on their leading axis,"
+                f"{function} needs leaves of {num_rows} rows ({rows_name} of the transfer) on their"
+                " leading axis,"
                 f" got shape {jnp.shape(leaf)}"
             )
     axes = varying_axes((leaves, comm)) | {axis_name}
@@ -197,7 +205,7 @@ def _reduce_lse_forward(backend, axis_name, wire_dtype, out, lse, comm):
 
 
 def _reduce_lse_backward(backend, axis_name, wire_dtype, residuals, cotangents):
-    """The merged result is ``sum(w_i out_i)`` with ``w_i = exp(lse_i - lse)``, and ``d w_i = w_i (d lse_i - d lse)``."""
+    """Merged ``out`` is ``sum(w_i out_i)``, ``w_i = exp(lse_i - lse)``, ``dw_i = w_i (dlse_i - dlse)``."""
     out, lse, (merged_out, merged_lse), comm = residuals
     dout, dlse = cotangents
     rest = dlse - jnp.sum(dout * merged_out, axis=-1)

@@ -1,8 +1,9 @@
 """Types of values inside `shard_map`: over which mesh axes they vary, and how to make them vary.
 
-With ``check_vma=True`` JAX tracks the manual axes over which a value differs between devices. A custom
-call loses that, and a scan whose carry enters as one type and leaves as another is refused; so values are
-brought to a common type at the border of every function here. Where nothing is tracked, this does nothing.
+With ``check_vma=True`` JAX tracks the manual axes over which a value differs between devices. A
+custom call loses that, and a scan whose carry enters as one type and leaves as another is refused;
+so values are brought to a common type at the border of every function here. Where nothing is
+tracked, this does nothing.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
-    """Manual mesh axes over which any leaf of ``tree`` varies; empty where JAX does not track them."""
+    """Manual mesh axes over which any leaf of ``tree`` varies; empty where that is not tracked."""
     leaves = jax.tree.leaves(tree)
     return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in leaves))
 
@@ -39,7 +40,8 @@ def manual_axis_size(axis_name: str, function: str) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     if axis_name not in mesh.manual_axes:
         raise ValueError(
-            f"{function} moves rows between the ranks of a mesh axis and must be called inside a shard_map that"
+            f"{function} moves rows between the ranks of a mesh axis and must be called inside a"
+            " shard_map that"
             f" is manual over it; got axis_name={axis_name!r}, manual axes here: {mesh.manual_axes}"
         )
     return mesh.shape[axis_name]

@@ -1,7 +1,7 @@
 """Expands the pieces of a `CommMeta` into row indices, on the device.
 
-A plan holds pieces (runs of consecutive rows), not an index per row: its size does not grow with the
-number of tokens. The indices live only inside the compiled program.
+A plan holds pieces (runs of consecutive rows), not an index per row: its size does not grow with
+the number of tokens. The indices live only inside the compiled program.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from magi_jax.plan.tables import DST_ROW, N_ROWS, PEER, SLOT, SRC_ROW
 
 
 class SlotRows(NamedTuple):
-    """Rows at some slots of the blocks that a rank exchanges with its peers; all ``[peers, slots]``.
+    """Rows at slots of the blocks that a rank exchanges with its peers; all ``[peers, slots]``.
 
     Attributes:
         src_row: row in the sender's local input.
@@ -33,7 +33,8 @@ def pair_slots(pieces: jax.Array, spec: CommSpec, rank: jax.Array) -> SlotRows:
     Args:
         pieces: ``[L, 5]`` sorted by (peer, slot); either side of the transfer.
         spec: sizes of the transfer.
-        rank: the calling rank; its own block is never valid, since rows that stay are copied locally.
+        rank: the calling rank; its own block is never valid, since rows that stay are copied
+            locally.
     """
     peers = jnp.arange(spec.cp_size, dtype=jnp.int32)[:, None]
     rows = _slot_rows(pieces, spec, peers, spec.pair_rows)
@@ -84,7 +85,7 @@ class Source(NamedTuple):
 
 
 def sources(comm: CommMeta) -> Source:
-    """Source of each row of the received buffer of one rank (``comm`` without its ``[cp]`` axis)."""
+    """Source of each row of the buffer of one rank; ``comm`` without its ``[cp]`` axis."""
     rows = jnp.arange(comm.dst_rows, dtype=jnp.int32)
     found = _last_at_or_before(comm.recv[:, DST_ROW], rows)
     piece = comm.recv[jnp.maximum(found, 0)]
@@ -94,7 +95,7 @@ def sources(comm: CommMeta) -> Source:
 
 
 def _last_at_or_before(keys: jax.Array, queries: jax.Array) -> jax.Array:
-    """Index of the last of the rising ``keys`` that is not above each query; -1 where there is none."""
+    """Index of the last of the rising ``keys`` that is not above each query, or -1."""
     # Unrolled: a loop would carry indices whose type (varying axes) changes on the way.
     return (
         jnp.searchsorted(keys, queries, side="right", method="scan_unrolled").astype(jnp.int32) - 1

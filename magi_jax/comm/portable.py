@@ -1,7 +1,7 @@
 """The portable transport: rows gathered into one block per peer, `all_to_all`, rows put in place.
 
-It runs on every platform and across processes, and it is the meaning that other transports are tested
-against. Blocks have the static size ``pair_rows``, so the wire carries their padding.
+It runs on every platform and across processes, and it is the meaning that other transports are
+tested against. Blocks have the static size ``pair_rows``, so the wire carries their padding.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from magi_jax.plan import CommMeta
 
 
 def _exchange(blocks: jax.Array, axis_name: str) -> jax.Array:
-    """Hands block ``p`` of ``[cp, pair_rows, ...]`` to rank ``p``; block ``p`` of the result is from ``p``."""
+    """Hands block ``p`` of ``[cp, pair_rows, ...]`` to rank ``p``; the result's is from ``p``."""
     if blocks.shape[0] == 1:
         return blocks
     return jax.lax.all_to_all(blocks, axis_name, split_axis=0, concat_axis=0)
 
 
 def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows of ``x``; any row where the index is out of range, for slots that the receiver ignores."""
+    """Rows of ``x``; any row where the index is out of range: the receiver ignores those."""
     return x.at[rows].get(mode="clip")
 
 
@@ -50,7 +50,7 @@ def cast(leaves: Leaves, comm: CommMeta, axis_name: str) -> list[jax.Array]:
 
 
 class _Returned:
-    """The way back of one rank's rows: what leaves in each slot, and where what comes back belongs."""
+    """The way back of rows: what leaves in each slot, and where what comes back belongs."""
 
     def __init__(self, comm: CommMeta, axis_name: str):
         rank = jax.lax.axis_index(axis_name)
@@ -63,7 +63,7 @@ class _Returned:
         self.kept_from = None if kept is None else kept.dst_row
 
     def fold(self, step: Callable, state, *leaves: jax.Array, wire_dtypes: tuple):
-        """Folds ``state = step(state, rows, *values)`` over the peers, in their order, the rank itself last.
+        """Folds ``state = step(state, rows, *values)`` over the peers in order, itself last.
 
         Rows of one step are distinct (those out of range are dropped), so no step needs atomics and
         the result does not depend on timing.

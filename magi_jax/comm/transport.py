@@ -16,18 +16,18 @@ Leaves = Sequence[jax.Array]
 class Transport:
     """A way to move rows between the ranks of a manual mesh axis.
 
-    Each function gets ``comm`` without its ``[cp]`` axis and the name of the axis. ``rows`` stands for
-    the leading axis; leaves may have different trailing axes and dtypes.
+    Each function gets ``comm`` without its ``[cp]`` axis and the name of the axis. ``rows`` stands
+    for the leading axis; leaves may have different trailing axes and dtypes.
 
     Attributes:
         name: what callers say to choose it.
-        cast: ``(leaves [src_rows, ...], comm, axis_name) -> leaves [dst_rows, ...]``; zeros in rows that
-            nobody sends.
-        reduce_sum: ``(leaves [dst_rows, ...], comm, axis_name, wire_dtype) -> leaves [src_rows, ...]`` in
-            `sum_dtype`; zeros in rows that nobody returns.
+        cast: ``(leaves [src_rows, ...], comm, axis_name) -> leaves [dst_rows, ...]``; zeros in rows
+            that nobody sends.
+        reduce_sum: ``(leaves [dst_rows, ...], comm, axis_name, wire_dtype) -> leaves [src_rows,
+            ...]`` in `sum_dtype`; zeros in rows that nobody returns.
         reduce_lse: ``(out [dst_rows, N, Hv], lse [dst_rows, N], comm, axis_name, wire_dtype) ->
-            (out [src_rows, N, Hv], lse [src_rows, N])`` in `sum_dtype`; ``(0, -inf)`` in rows that nobody
-            returns.
+            (out [src_rows, N, Hv], lse [src_rows, N])`` in `sum_dtype`; ``(0, -inf)`` in rows that
+            nobody returns.
     """
 
     name: str

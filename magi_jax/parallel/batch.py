@@ -1,8 +1,8 @@
 """Batches of sequences, brought to the one-sequence layout of `Stages`.
 
-Sequences that share a plan become more heads: ``[B, T, N, H]`` is ``[T, B * N, H]``, and head ``b * N + n``
-still reads kv head ``b * K + n // (N // K)``. One kernel call and one transfer then serve the batch.
-Sequences with plans of their own (a stacked plan) take turns.
+Sequences that share a plan become more heads: ``[B, T, N, H]`` is ``[T, B * N, H]``, and head
+``b * N + n`` still reads kv head ``b * K + n // (N // K)``. One kernel call and one transfer then
+serve the batch. Sequences with plans of their own (a stacked plan) take turns.
 """
 
 import jax
@@ -14,7 +14,7 @@ from magi_jax.plan import AttentionPlan
 
 
 def forward(stages: Stages, q, k, v, sinks, plan: AttentionPlan):
-    """`Stages.forward` on local arrays ``[T, N, H]`` or ``[B, T, N, H]``; ``plan`` still has its ranks."""
+    """`Stages.forward` on local ``[T, N, H]`` or ``[B, T, N, H]``; ``plan`` still has its ranks."""
     if plan.positions.ndim == 3:
         return in_turns(
             lambda arrays, part: _forward(stages, *arrays, sinks, part), (q, k, v), plan

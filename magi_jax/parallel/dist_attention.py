@@ -28,8 +28,8 @@ class DistOptions:
     """Rarely needed options of `dist_attention`. Hashable.
 
     Attributes:
-        keep_remote_kv: keep the remote keys and values of the forward pass for the backward pass instead
-            of fetching them again: less communication, more memory.
+        keep_remote_kv: keep the remote keys and values of the forward pass for the backward pass
+            instead of fetching them again: less communication, more memory.
         reduce_dtype: dtype in which partial dK and dV travel; None is float32. Sums are in float32.
         transport: transport of the group collectives; None is the portable one.
     """
@@ -58,11 +58,11 @@ def dist_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention under the mask of ``plan``, exact, with queries, keys and values sharded by rows.
 
-    Inside a `shard_map` that is manual over ``axis_name``, arrays hold the ``local_len`` rows of one
-    rank; outside, they hold ``cp * local_len`` rows, sharded over ``axis_name``. Rows are those that
-    `dispatch` gives. Mesh axes that are not manual yet are opened here: where they are explicit, their
-    use is read from the types of the arrays; where they are automatic, name it in ``batch_axes`` and
-    ``head_axis``, or XLA would gather what it does not know to be sharded.
+    Inside a `shard_map` that is manual over ``axis_name``, arrays hold the ``local_len`` rows of
+    one rank; outside, they hold ``cp * local_len`` rows, sharded over ``axis_name``. Rows are those
+    that `dispatch` gives. Mesh axes that are not manual yet are opened here: where they are
+    explicit, their use is read from the types of the arrays; where they are automatic, name it in
+    ``batch_axes`` and ``head_axis``, or XLA would gather what it does not know to be sharded.
 
     Under ``check_vma=False`` JAX itself scales the gradient of a loss that is psum'ed inside a
     `shard_map` by the size of the axis; keep ``check_vma=True`` (the default), or take the gradient
@@ -86,9 +86,9 @@ def dist_attention(
         options: see `DistOptions`.
 
     Returns:
-        ``out`` with the leading axes of q and last axis Hv, in the dtype of q; rows that see no key are
-        zero. With ``return_lse`` also ``lse``, float32, the shape of ``out`` without its last axis;
-        -inf in rows that see no key.
+        ``out`` with the leading axes of q and last axis Hv, in the dtype of q; rows that see no key
+        are zero. With ``return_lse`` also ``lse``, float32, the shape of ``out`` without its last
+        axis; -inf in rows that see no key.
 
     Raises:
         ValueError: shapes, dtypes, the plan and the mesh do not fit each other.

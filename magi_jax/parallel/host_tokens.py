@@ -1,7 +1,7 @@
 """Moving tokens between layouts in NumPy: in a data loader, on whole arrays, without a device.
 
-Arrays have the sequence on ``axis``: ``seq_len`` rows in global order, ``cp * local_len`` dispatched. Row
-``r * local_len + i`` of the second is local row ``i`` of rank ``r``.
+Arrays have the sequence on ``axis``: ``seq_len`` rows in global order, ``cp * local_len``
+dispatched. Row ``r * local_len + i`` of the second is local row ``i`` of rank ``r``.
 """
 
 import numpy as np

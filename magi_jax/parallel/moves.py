@@ -1,4 +1,4 @@
-"""Moving rows of device arrays between layouts, each row exactly once, on whole arrays or local rows."""
+"""Moving rows of device arrays between layouts, each exactly once: whole arrays or local rows."""
 
 import dataclasses
 import functools
@@ -173,7 +173,8 @@ def _automatic_entries(region, leaf, spec, name):
         spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else P()
     if spec is None:
         raise ValueError(
-            f"{name}: the sharding of an array of shape {leaf.shape} over the automatic mesh axes {others} is"
+            f"{name}: the sharding of an array of shape {leaf.shape} over the automatic mesh axes"
+            f" {others} is"
             " not known here: pass spec=, a PartitionSpec (P() if it is replicated over them)"
         )
     entries = [regions.as_tuple(entry) for entry in spec]

@@ -50,7 +50,7 @@ class Specs:
 
     @property
     def kept(self) -> P:
-        """Remote keys and values: sequences are folded into heads unless they have plans of their own."""
+        """Remote keys and values: sequences that share a plan are folded into heads."""
         if self.stacked:
             return P(self.batch, self.rows, self.heads, None)
         return P(self.rows, self.batch + self.heads, None)
@@ -68,7 +68,7 @@ def find_specs(
     batch_axes: AxisNames,
     head_axis: AxisNames,
 ) -> Specs:
-    """Shardings of the operands: from their types where axes are explicit, else from the arguments."""
+    """Shardings of the operands: from types where axes are explicit, else from the arguments."""
     batched = q.ndim == 4
     for name, axes in (("batch_axes", as_tuple(batch_axes)), ("head_axis", as_tuple(head_axis))):
         check_axes(region, axes, name)
@@ -92,7 +92,8 @@ def _refuse_unnamed_axes(region, batch_axes, head_axis):
     ]
     if unnamed and batch_axes is None and head_axis is None:
         raise ValueError(
-            f"the sharding of q over the automatic mesh axes {unnamed} is not known here: name them in"
+            f"the sharding of q over the automatic mesh axes {unnamed} is not known here: name them"
+            " in"
             " batch_axes= and head_axis=, or say batch_axes=() if q is replicated over them"
         )
 
@@ -108,7 +109,8 @@ def _explicit_specs(region, q, k, v, batched):
     wanted = (region.axis_name,) if region.axis_name in region.explicit_axes else ()
     if rows != wanted or dims:
         raise ValueError(
-            f"the rows of q must be sharded over {region.axis_name!r} alone and its head dim over nothing"
+            f"the rows of q must be sharded over {region.axis_name!r} alone and its head dim over"
+            " nothing"
             f" (dispatch gives that); got {jax.typeof(q)}"
         )
     return batch, heads
@@ -123,7 +125,7 @@ def check_operands(
     sinks: jax.Array | None,
     plan: AttentionPlan,
 ) -> None:
-    """Refuses operands that do not fit each other, the plan or the mesh; shapes are as the caller sees them."""
+    """Refuses operands that do not fit the plan or the mesh; shapes are as the caller sees them."""
     if plan.cp_size != region.cp_size:
         raise ValueError(
             f"the plan is for {plan.cp_size} ranks, but mesh axis {region.axis_name!r} has"
@@ -134,7 +136,8 @@ def check_operands(
         if x.shape[-3] != rows:
             raise ValueError(
                 f"{name} has {x.shape[-3]} rows, but the plan lays {rows} out"
-                f" ({plan.spec.local_len} per rank{'' if region.is_local else f', {region.cp_size} ranks'});"
+                f" ({plan.spec.local_len} per"
+                f" rank{'' if region.is_local else f', {region.cp_size} ranks'});"
                 f" bring tokens there with dispatch(x, plan, {region.axis_name!r})"
             )
     _check_heads(region, specs, q, k)
@@ -160,7 +163,8 @@ def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         raise ValueError(f"expected q [*B, T, N, H], k [*B, T, K, H], v [*B, T, K, Hv]; {shapes}")
     if not k.shape[-2] or q.shape[-2] % k.shape[-2]:
         raise ValueError(
-            f"q has {q.shape[-2]} heads, which is not a multiple of the {k.shape[-2]} of k; {shapes}"
+            f"q has {q.shape[-2]} heads, which is not a multiple of the {k.shape[-2]} of k;"
+            f" {shapes}"
         )
     if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(
@@ -172,7 +176,8 @@ def _check_heads(region, specs, q, k):
     shards = _product(region, specs.heads)
     if k.shape[-2] % shards:
         raise ValueError(
-            f"k has {k.shape[-2]} heads (q has {q.shape[-2]}), which the {shards} shards of mesh axes"
+            f"k has {k.shape[-2]} heads (q has {q.shape[-2]}), which the {shards} shards of mesh"
+            " axes"
             f" {specs.heads} do not divide"
         )
 

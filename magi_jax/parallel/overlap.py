@@ -1,8 +1,9 @@
 """Order of communication and computation, told to XLA.
 
-XLA may run an independent collective whenever it likes, which is usually too late. `barrier` makes a
-stage's attention wait for its keys *and* for the stage before, so that the transfer has that stage to hide
-behind; `after` keeps a transfer from starting earlier than one stage ahead, which would hold its buffer.
+XLA may run an independent collective whenever it likes, which is usually too late. `barrier` makes
+a stage's attention wait for its keys *and* for the stage before, so that the transfer has that
+stage to hide behind; `after` keeps a transfer from starting earlier than one stage ahead, which
+would hold its buffer.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """How a call sits in its mesh, and running code where every mesh axis is manual.
 
-A custom call that XLA partitions by itself gets its operands all-gathered, and so does an `all_to_all` that
-is manual over one axis only: over all the others. So everything of this layer runs where all axes are
-manual. Inside a user's `shard_map` some are already; the rest are opened here by a nested one.
+A custom call that XLA partitions by itself gets its operands all-gathered, and so does an
+`all_to_all` that is manual over one axis only: over all the others. So everything of this layer
+runs where all axes are manual. Inside a user's `shard_map` some are already; the rest are opened
+here by a nested one.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,7 +84,8 @@ def find_region(axis_name: str, mesh: Mesh | AbstractMesh | None, caller: str) -
     around = mesh if context.empty else context
     if axis_name not in around.axis_names:
         raise ValueError(
-            f"{caller} got axis_name={axis_name!r}, which is no axis of the mesh {dict(around.shape)}"
+            f"{caller} got axis_name={axis_name!r}, which is no axis of the mesh"
+            f" {dict(around.shape)}"
         )
     types = zip(around.axis_names, around.axis_types, strict=True)
     return Region(
@@ -97,11 +99,12 @@ def find_region(axis_name: str, mesh: Mesh | AbstractMesh | None, caller: str) -
 def run(region: Region, fn: Callable, args: tuple, in_specs: Any, out_specs: Any) -> Any:
     """``fn(*args)`` where every mesh axis is manual and varying axes are not tracked.
 
-    Specs speak of open axes only. What comes back varies over every axis that any argument varies over.
+    Specs speak of open axes only. What comes back varies over every axis that any argument varies
+    over.
     """
     union = varying_axes(args)
-    # Without open axes a nested shard_map over all of them changes no shape; it only ends the tracking,
-    # which custom calls and loop carries inside would not satisfy.
+    # Without open axes a nested shard_map over all of them changes no shape; it only ends the
+    # tracking, which custom calls and loop carries inside would not satisfy.
     names = region.open_axes or tuple(name for name, _ in region.shape)
     inner = jax.shard_map(
         fn,
@@ -148,7 +151,7 @@ def reshard(region: Region, tree: Any, spec: PartitionSpec) -> Any:
 
 
 def in_turns(fn: Callable, arrays: Any, tables: Any) -> Any:
-    """``fn(arrays[b], tables[b])`` for each index ``b`` of the leading axis of all leaves, stacked."""
+    """Stacks ``fn(arrays[b], tables[b])`` for each index ``b`` of the leading axis of all leaves."""
     if jax.tree.leaves(arrays)[0].shape[0] == 1:
         first = jax.tree.map(lambda x: x[0], (arrays, tables))
         return jax.tree.map(lambda x: x[None], fn(*first))

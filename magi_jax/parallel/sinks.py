@@ -13,7 +13,7 @@ def apply_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.A
         sinks: ``[N]``.
 
     Returns:
-        ``out`` and ``lse`` with the sinks in every row's softmax; rows without keys have ``lse = sinks``.
+        ``out`` and ``lse`` with the sinks in every softmax; rows without keys have ``lse = sinks``.
     """
     total = jnp.logaddexp(lse, sinks.astype(lse.dtype))
     kept = jnp.where(lse > -jnp.inf, jnp.exp(lse - total), 0.0)
@@ -21,7 +21,7 @@ def apply_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.A
 
 
 def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """Gradient of ``sinks [N]`` from final ``lse [T, N]`` and ``delta [T, N]``, summed over rows, float32."""
+    """Gradient of ``sinks [N]``, float32, from the final ``lse [T, N]`` and ``delta [T, N]``."""
     sinks = sinks.astype(lse.dtype)
     share = jnp.where(sinks > -jnp.inf, jnp.exp(sinks - lse), 0.0)
     return -jnp.sum(share * delta, axis=0)

@@ -1,8 +1,8 @@
 """Distributed attention on one rank: stages of the forward and the backward pass.
 
-Everything here runs where all mesh axes are manual, on local arrays ``q [T, N, H]``, ``k [S, K, H]``,
-``v [S, K, Hv]`` and the rank's own part of a plan. Nothing here has a derivative: the two passes are each
-other's, and `dist_attention` says so.
+Everything here runs where all mesh axes are manual, on local arrays ``q [T, N, H]``, ``k [S, K,
+H]``, ``v [S, K, Hv]`` and the rank's own part of a plan. Nothing here has a derivative: the two
+passes are each other's, and `dist_attention` says so.
 """
 
 from dataclasses import dataclass
@@ -115,7 +115,7 @@ class Stages:
         return {"scale": self.scale, "logits_soft_cap": self.logits_soft_cap}
 
     def fetch(self, keys_values: KeysValues, comm: CommMeta) -> KeysValues:
-        """Keys and values of other ranks that a stage needs, ``[dst_rows, K, H]`` and ``[.., Hv]``."""
+        """Keys and values of other ranks, ``[dst_rows, K, H]`` and ``[dst_rows, K, Hv]``."""
         cast = on_communication_stream(
             lambda kv, comm: group_cast(kv, comm, self.axis_name, transport=self.transport)
         )
@@ -143,7 +143,7 @@ class _Prefetch:
         self.pending = stages.fetch(keys_values, comm[0]) if comm and not kept else None
 
     def take(self, stage: int, done: tuple) -> tuple[KeysValues, tuple]:
-        """Keys and values of a stage, and ``done``, the result of the stage before, which they wait for."""
+        """Keys and values of a stage, and ``done``, results so far, which they wait for."""
         if self.kept:
             return self.kept[stage], done
         received, done = barrier(self.pending, done)

@@ -38,18 +38,18 @@ def dispatch(
     """Moves tokens from their own order to where the plan wants them; exact, also under grad.
 
     Args:
-        x: pytree of arrays of any dtype with ``seq_len`` rows on ``axis``. Inside a `shard_map`: the
-            ``ceil(seq_len / cp)`` rows of a rank; what it holds past ``seq_len`` is never read.
+        x: pytree of arrays of any dtype with ``seq_len`` rows on ``axis``. Inside a `shard_map`:
+            the ``ceil(seq_len / cp)`` rows of a rank; what it holds past ``seq_len`` is never read.
         plan: the plan, or a stacked plan.
         axis_name: mesh axis that rows are sharded over.
         axis: the sequence axis of every leaf; None is 0, or 1 for a stacked plan.
         mesh: the mesh, for device arrays where the context has none.
-        spec: how device arrays are sharded over automatic mesh axes other than ``axis_name``; needed
-            where there are any, since XLA would gather what it does not know to be sharded.
+        spec: how device arrays are sharded over automatic mesh axes other than ``axis_name``;
+            needed where there are any, since XLA would gather what it does not know to be sharded.
 
     Returns:
-        The pytree with ``cp * local_len`` rows, or the ``local_len`` of the rank inside a `shard_map`.
-        Padding rows are zero.
+        The pytree with ``cp * local_len`` rows, or the ``local_len`` of the rank inside a
+        `shard_map`. Padding rows are zero.
 
     Raises:
         ValueError: wrong number of rows, no mesh, or a mesh that does not fit the plan.
@@ -79,11 +79,12 @@ def undispatch(
     mesh: AnyMesh = None,
     spec: P | None = None,
 ) -> Any:
-    """Moves tokens back to their own order: the inverse of `dispatch`, which explains the arguments.
+    """Moves tokens back to their own order: the inverse of `dispatch`, with its arguments.
 
     Returns:
-        The pytree with ``seq_len`` rows, or the ``ceil(seq_len / cp)`` of the rank inside a `shard_map`,
-        zero past the end. Where axes are explicit and ranks' shares uneven, rows are not sharded.
+        The pytree with ``seq_len`` rows, or the ``ceil(seq_len / cp)`` of the rank inside a
+        `shard_map`, zero past the end. Where axes are explicit and ranks' shares uneven, rows are
+        not sharded.
     """
     axis = _sequence_axis(plan, axis)
     sizes = plan.spec
@@ -123,12 +124,17 @@ def roll(
 ) -> Any:
     """Rolls dispatched tokens along their sequence, as `jnp.roll` does before `dispatch`; exact.
 
-    Only rows that change ranks travel. The other arguments are those of `dispatch`.
+    Only rows that change ranks travel.
 
     Args:
         x: pytree of dispatched arrays.
         plan: the plan, or a stacked plan; it holds a transfer for each of `PlanConfig.roll_shifts`.
-        shift: position ``p`` gets what was at ``p - shift`` (modulo ``seq_len``).
+        shift: position ``p`` gets what was at ``p - shift`` (modulo ``seq_len``). NumPy arrays take
+            any shift.
+        axis_name: mesh axis that rows are sharded over.
+        axis: the sequence axis of every leaf; None is 0, or 1 for a stacked plan.
+        mesh: as for `dispatch`.
+        spec: as for `dispatch`.
 
     Returns:
         The pytree with the same shapes.
@@ -172,8 +178,8 @@ def positions(plan: AttentionPlan, axis_name: str = "cp", *, mesh: AnyMesh = Non
     """Global position of each dispatched row, int32, -1 in padding.
 
     Returns:
-        ``[cp * local_len]``, NumPy for a NumPy plan; ``[local_len]`` inside a `shard_map` that is manual
-        over ``axis_name``; with a leading axis of replicas for a stacked plan.
+        ``[cp * local_len]``, NumPy for a NumPy plan; ``[local_len]`` inside a `shard_map` that is
+        manual over ``axis_name``; with a leading axis of replicas for a stacked plan.
     """
     x = plan.positions
     if isinstance(x, np.ndarray) and not _is_manual(axis_name):
@@ -191,7 +197,8 @@ def _sequence_axis(plan: AttentionPlan, axis: int | None) -> int:
     axis = int(stacked) if axis is None else axis
     if axis < stacked:
         raise ValueError(
-            f"axis must count from the front and, for a stacked plan, come after the replicas; got {axis}"
+            "axis must count from the front and, for a stacked plan, come after the replicas; got"
+            f" {axis}"
         )
     return axis
 
@@ -218,7 +225,8 @@ def _on_each(
             return move(leaf, table, axis)
         if leaf.shape[0] != len(table):
             raise ValueError(
-                f"{name}: the stacked plan has {len(table)} replicas, axis 0 of shape {leaf.shape} has"
+                f"{name}: the stacked plan has {len(table)} replicas, axis 0 of shape {leaf.shape}"
+                " has"
                 f" {leaf.shape[0]}"
             )
         return np.stack([move(*both, axis - 1) for both in zip(leaf, table, strict=True)])
