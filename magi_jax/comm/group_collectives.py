@@ -75,7 +75,7 @@ def group_reduce(
     fixed.
 
     Args:
-        y: for "sum" a pytree of arrays ``[dst_rows, ...]``; for "lse" a pair ``(out, lse)`` of
+        y: for "sum" a pytree of arrays ``[dst_rows, ...]`` (booleans are or'ed); for "lse" a pair ``(out, lse)`` of
             partial attention results ``[dst_rows, N, Hv]`` and ``[dst_rows, N]``.
         comm: the transfer, with its ``[cp]`` axis sharded, whole or already stripped.
         axis_name: mesh axis whose ranks exchange rows.
@@ -205,7 +205,7 @@ def _reduce_lse_forward(backend, axis_name, wire_dtype, out, lse, comm):
 
 
 def _reduce_lse_backward(backend, axis_name, wire_dtype, residuals, cotangents):
-    """Merged ``out`` is ``sum(w_i out_i)``, ``w_i = exp(lse_i - lse)``, ``dw_i = w_i (dlse_i - dlse)``."""
+    """The merged ``out`` is ``sum(w_i out_i)`` with ``w_i = exp(lse_i - lse)``."""
     out, lse, (merged_out, merged_lse), comm = residuals
     dout, dlse = cotangents
     rest = dlse - jnp.sum(dout * merged_out, axis=-1)

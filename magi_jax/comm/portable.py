@@ -89,7 +89,10 @@ def reduce_sum(leaves: Leaves, comm: CommMeta, axis_name: str, wire_dtype) -> li
 
     def add(total, rows, values):
         values = values.astype(total.dtype)
-        return total.at[rows].add(values, mode="drop", unique_indices=True)
+        put = {"mode": "drop", "unique_indices": True}
+        if total.dtype == bool:
+            return total.at[rows].max(values, **put)
+        return total.at[rows].add(values, **put)
 
     def reduce(y):
         total = jnp.zeros((comm.src_rows, *y.shape[1:]), sum_dtype(y.dtype))

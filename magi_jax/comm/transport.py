@@ -37,7 +37,7 @@ class Transport:
 
 
 def sum_dtype(dtype: Any) -> jnp.dtype:
-    """Dtype in which partial values are added: at least float32; integers stay as they are."""
+    """Dtype of sums: at least float32; integers stay as they are, and so do booleans (or'ed)."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return jnp.dtype(dtype)
     return jnp.promote_types(dtype, jnp.float32)

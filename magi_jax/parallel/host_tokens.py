@@ -25,11 +25,11 @@ def undispatch(x: np.ndarray, positions: np.ndarray, seq_len: int, axis: int) ->
 
 
 def roll(x: np.ndarray, positions: np.ndarray, seq_len: int, shift: int, axis: int) -> np.ndarray:
-    """Dispatched rows of the rolled sequence: position ``p`` gets what was at ``p - shift``."""
-    source = _row_of(positions, seq_len)[(positions - shift) % seq_len]
-    return np.where(
-        _along(positions >= 0, axis, x.ndim), np.take(x, source, axis=axis), np.zeros((), x.dtype)
-    )
+    """Dispatched rows of the shifted sequence: position ``p`` gets what was at ``p - shift``."""
+    source = positions - shift
+    inside = (positions >= 0) & (source >= 0) & (source < seq_len)
+    rows = np.take(x, _row_of(positions, seq_len)[np.where(inside, source, 0)], axis=axis)
+    return np.where(_along(inside, axis, x.ndim), rows, np.zeros((), x.dtype))
 
 
 def _row_of(positions, seq_len):

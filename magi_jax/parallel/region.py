@@ -151,7 +151,7 @@ def reshard(region: Region, tree: Any, spec: PartitionSpec) -> Any:
 
 
 def in_turns(fn: Callable, arrays: Any, tables: Any) -> Any:
-    """Stacks ``fn(arrays[b], tables[b])`` for each index ``b`` of the leading axis of all leaves."""
+    """Stacks ``fn(arrays[b], tables[b])`` over the index ``b`` of the leading axis of all leaves."""
     if jax.tree.leaves(arrays)[0].shape[0] == 1:
         first = jax.tree.map(lambda x: x[0], (arrays, tables))
         return jax.tree.map(lambda x: x[None], fn(*first))

@@ -93,7 +93,9 @@ class Stages:
                 **self._kernel_options(),
             )
 
-        remote = _Prefetch(self, (k, v), plan.comm, kept)
+        # Tied to the cotangents: it must not start before, nor be merged with the forward pass's
+        # transfer, whose result would then be kept alive in between.
+        remote = _Prefetch(self, (k, v), after(plan.comm, delta), kept)
         dq, *dkv = gradients((k, v), plan.calc[0])
         returning = None
         for stage, table in enumerate(plan.calc[1:]):

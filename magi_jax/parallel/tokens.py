@@ -122,15 +122,15 @@ def roll(
     mesh: AnyMesh = None,
     spec: P | None = None,
 ) -> Any:
-    """Rolls dispatched tokens along their sequence, as `jnp.roll` does before `dispatch`; exact.
+    """Shifts dispatched tokens along their sequence, as if undispatched in between; exact.
 
-    Only rows that change ranks travel.
+    Only rows that change ranks travel. Nothing wraps: what would come from outside the sequence is
+    zero, so ``roll(tokens, plan, -1)`` gives each token its successor and the last one zero.
 
     Args:
         x: pytree of dispatched arrays.
         plan: the plan, or a stacked plan; it holds a transfer for each of `PlanConfig.roll_shifts`.
-        shift: position ``p`` gets what was at ``p - shift`` (modulo ``seq_len``). NumPy arrays take
-            any shift.
+        shift: position ``p`` gets what was at ``p - shift``. NumPy arrays take any shift.
         axis_name: mesh axis that rows are sharded over.
         axis: the sequence axis of every leaf; None is 0, or 1 for a stacked plan.
         mesh: as for `dispatch`.
@@ -156,8 +156,7 @@ def roll(
             axis,
             dispatched,
         )
-    planned = [s % sizes.seq_len for s in sizes.roll_shifts]
-    if shift % sizes.seq_len not in planned:
+    if shift not in sizes.roll_shifts:
         raise ValueError(
             f"the plan has no transfer for a roll by {shift}; it has {sizes.roll_shifts}, from"
             " PlanConfig.roll_shifts"
@@ -171,7 +170,7 @@ def roll(
         total_rows=(dispatched, dispatched),
         backwards=False,
     )
-    return move_tokens(move, x, plan.rolls[planned.index(shift % sizes.seq_len)], spec)
+    return move_tokens(move, x, plan.rolls[sizes.roll_shifts.index(shift)], spec)
 
 
 def positions(plan: AttentionPlan, axis_name: str = "cp", *, mesh: AnyMesh = None) -> Any:

@@ -16,7 +16,9 @@ SRC_ROWS, DST_ROWS, PIECES = 24, 40, 32
 
 
 def random_comm(rng, cp_size, *, with_self=False):
-    """A random transfer: for every destination, disjoint runs of rows of random sources, at random places."""
+    """A random transfer: for every destination, disjoint runs of rows of random sources, at random
+    places.
+    """
     send = [[] for _ in range(cp_size)]
     recv = [[] for _ in range(cp_size)]
     used = np.zeros((cp_size, cp_size), int)
@@ -57,7 +59,9 @@ def random_comm(rng, cp_size, *, with_self=False):
 
 
 def padded(comm, longest=4 * PIECES):
-    """The same with room for as many pieces as any of the tests makes, so that one program serves all."""
+    """The same with room for as many pieces as any of the tests makes, so that one program serves
+    all.
+    """
 
     def pad(table):
         row = np.broadcast_to(
