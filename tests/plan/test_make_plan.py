@@ -1,89 +1,42 @@
 """A plan computes every cell of its mask once, where its query lives, with keys that are there."""
 
-import jax
+import dataclasses
+
 import numpy as np
-import plan_simulation as simulate
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_checks import check_plan
 
 from magi_jax.masks import AttnMask
-from magi_jax.plan import AttentionPlan, PlanConfig, make_plan
+from magi_jax.plan import PlanConfig, make_plan
+from magi_jax.testing.cases import mask_cases
 
 DISPATCHERS = ("contiguous", "zigzag", "lpt")
 
 
-def check_plan(plan: AttentionPlan, mask: AttnMask, walk: bool = True) -> None:
-    """All invariants of a plan, against the dense mask."""
-    seq_len = plan.spec.seq_len
-    for leaf in jax.tree.leaves(plan):
-        assert leaf.dtype == np.int32
-        assert leaf.shape[0] == plan.cp_size
-    expected = np.zeros((seq_len, seq_len), np.int64)
-    expected[: mask.q_len, : mask.k_len] = mask.dense()
-    np.testing.assert_array_equal(simulate.computed_cells(plan, walk), expected)
-    check_dispatch(plan)
-    check_moves(plan)
-    check_no_redundancy(plan, expected)
+def varlen_causal(lengths) -> AttnMask:
+    """Packed causal documents."""
+    edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    ranges = np.stack([edges[:-1], edges[1:]], axis=1)
+    return AttnMask.from_slices(ranges, ranges, np.ones(len(ranges), np.int64), int(edges[-1]))
 
 
-def check_dispatch(plan: AttentionPlan) -> None:
-    """Positions permute the tokens, in global order per rank, and segments agree with them."""
-    positions = np.asarray(plan.positions)
-    assert sorted(positions[positions >= 0].tolist()) == list(range(plan.spec.seq_len))
-    rebuilt = np.full_like(positions, -1)
-    for rank, segments in enumerate(plan.dispatch.segments):
-        for start, local_start, n_rows in segments:
-            rebuilt[rank, local_start : local_start + n_rows] = np.arange(start, start + n_rows)
-    np.testing.assert_array_equal(rebuilt, positions)
-    counts = (positions >= 0).sum(axis=1)
-    assert counts.max() - counts.min() <= plan.spec.chunk_size
-    for row, count in zip(positions, counts, strict=True):
-        assert (np.diff(row[:count]) > 0).all()
-        assert (row[count:] == -1).all()
-
-
-def check_moves(plan: AttentionPlan) -> None:
-    """The transfer and the rolls bring each row where its position says."""
-    positions = np.asarray(plan.positions)
-    seq_len = plan.spec.seq_len
-    per_rank = -(-seq_len // plan.cp_size)
-    assert plan.dispatch.transfer.src_rows == per_rank
-    contiguous = np.arange(plan.cp_size * per_rank).reshape(plan.cp_size, per_rank)
-    np.testing.assert_array_equal(
-        simulate.cast(plan.dispatch.transfer, np.where(contiguous < seq_len, contiguous, -1)),
-        positions,
-    )
-    for shift, meta in zip(plan.spec.roll_shifts, plan.rolls, strict=True):
-        wanted = positions - shift
-        wanted = np.where((positions < 0) | (wanted < 0) | (wanted >= seq_len), -1, wanted)
-        np.testing.assert_array_equal(simulate.cast(meta, positions), wanted)
-
-
-def check_no_redundancy(plan: AttentionPlan, expected: np.ndarray) -> None:
-    """Each rank receives exactly the distinct keys that its queries see and it does not own."""
-    positions = np.asarray(plan.positions)
-    received = [simulate.cast(meta, positions) for meta in plan.comm]
-    for rank in range(plan.cp_size):
-        own = positions[rank][positions[rank] >= 0]
-        needed = np.setdiff1d(np.flatnonzero(expected[own].any(axis=0)), own)
-        got = np.concatenate([rows[rank] for rows in received]) if received else own[:0]
-        got = got[got >= 0]
-        np.testing.assert_array_equal(np.sort(got), needed)
-        sizes = [(rows[rank] >= 0).sum() for rows in received]
-        assert not sizes or max(sizes) - min(sizes) <= 1
+def empty_mask(length: int) -> AttnMask:
+    """No query sees a key."""
+    return AttnMask(np.zeros((0, 6), np.int64), length, length)
 
 
 @st.composite
 def square_masks(draw, max_len: int = 90):
-    """Random disjoint slices: random boxes and bands, each cut free of those before it by `|`."""
+    """Random disjoint slices: boxes and bands, joined by `|` so that none overlaps."""
     length = draw(st.integers(1, max_len))
-    mask = AttnMask(np.zeros((0, 6), np.int64), length, length)
+    edge = st.integers(0, length)
+    mask = empty_mask(length)
     for _ in range(draw(st.integers(0, 5))):
-        q = sorted(draw(st.tuples(st.integers(0, length), st.integers(0, length))))
-        k = sorted(draw(st.tuples(st.integers(0, length), st.integers(0, length))))
+        q, k = sorted(draw(st.tuples(edge, edge))), sorted(draw(st.tuples(edge, edge)))
         d = sorted(draw(st.tuples(st.integers(-length, length), st.integers(-length, length))))
-        band = np.array([[*q, *k, *d]], np.int64)
-        mask = mask | AttnMask(band, length, length)
+        mask = mask | AttnMask(np.array([[*q, *k, *d]], np.int64), length, length)
     return mask
 
 
@@ -106,3 +59,125 @@ def test_random_masks(mask, cp_size, chunk_size, dispatch, overlap, tile_size, s
         tile_size=tile_size,
     )
     check_plan(make_plan(mask, cp_size, config), mask)
+
+
+SQUARE_CASES = {name: m for name, m in mask_cases(131).items() if m.q_len == m.k_len}
+
+
+@pytest.mark.parametrize("name", SQUARE_CASES)
+def test_named_masks(name):
+    config = PlanConfig(chunk_size=11, tile_size=16)
+    check_plan(make_plan(SQUARE_CASES[name], 4, config), SQUARE_CASES[name])
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHERS)
+@pytest.mark.parametrize("cp_size", [1, 2, 4, 8, 64])
+def test_uneven_documents(cp_size, dispatch):
+    rng = np.random.default_rng(cp_size)
+    mask = varlen_causal(rng.integers(0, 120, 13))
+    config = PlanConfig(chunk_size=7, dispatch=dispatch, overlap=2, tile_size=32)
+    check_plan(make_plan(mask, cp_size, config), mask, walk=cp_size <= 8)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 8])
+@pytest.mark.parametrize("length", [1, 2, 7, 131])
+def test_empty_mask(length, cp_size):
+    mask = empty_mask(length)
+    plan = make_plan(mask, cp_size)
+    check_plan(plan, mask)
+    report = plan.report()
+    assert report.imbalance == 1.0
+    assert not report.recv_rows.any()
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHERS)
+def test_more_ranks_than_chunks(dispatch):
+    mask = varlen_causal([37])
+    plan = make_plan(mask, 8, PlanConfig(chunk_size=16, dispatch=dispatch, tile_size=16))
+    check_plan(plan, mask)
+    assert np.count_nonzero(plan.report().tokens) == 3
+
+
+def test_one_token():
+    mask = varlen_causal([1])
+    check_plan(make_plan(mask, 4), mask)
+
+
+def test_one_giant_document_is_balanced():
+    mask = varlen_causal([640])
+    for dispatch in ("zigzag", "lpt"):
+        plan = make_plan(mask, 4, PlanConfig(chunk_size=16, dispatch=dispatch))
+        check_plan(plan, mask, walk=False)
+        assert plan.report().imbalance < 1.03
+
+
+def test_thousands_of_one_token_documents():
+    """Every token sees itself: nothing crosses ranks, and slices are not cut."""
+    length = 4096
+    mask = varlen_causal(np.ones(length, np.int64))
+    plan = make_plan(mask, 64)
+    report = plan.report()
+    assert report.area.sum() == length
+    assert report.imbalance == 1.0
+    assert not report.recv_rows.any()
+
+
+def test_window_on_contiguous_shards_brings_one_window():
+    length, window = 1024, 16
+    band = np.array([[0, length, 0, length, 1 - window, 0]], np.int64)
+    config = PlanConfig(dispatch="contiguous", chunk_size=32)
+    plan = make_plan(AttnMask(band, length, length), 8, config)
+    assert plan.report().recv_rows.tolist() == [0] + [window - 1] * 7
+
+
+def test_mask_shorter_than_the_sequence():
+    config = PlanConfig(chunk_size=8, tile_size=16, overlap=1)
+    mask = varlen_causal([50, 20])
+    longer = make_plan(mask, 4, dataclasses.replace(config, seq_len=131))
+    assert longer.spec.seq_len == 131
+    check_plan(longer, mask)
+    spec = longer.spec.union(make_plan(varlen_causal([60, 40, 31]), 4, config).spec)
+    padded = make_plan(mask, 4, PlanConfig(tile_size=16), spec=spec)
+    assert padded.spec == spec
+    check_plan(padded, mask)
+
+
+def test_planning_is_deterministic():
+    mask = varlen_causal(np.random.default_rng(0).integers(1, 300, 40))
+    assert make_plan(mask, 8).fingerprint() == make_plan(mask, 8).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "cp_size", "chunk_size"),
+    [(65536, 8, 1024), (8192, 8, 128), (512, 8, 64), (100, 8, 13), (3, 8, 1), (524288, 64, 1024)],
+)
+def test_automatic_chunk_size(seq_len, cp_size, chunk_size):
+    assert make_plan(empty_mask(seq_len), cp_size).spec.chunk_size == chunk_size
+
+
+def test_stages_by_remote_rows():
+    """`overlap="auto"` makes one stage of every two local lengths that arrive, at most four."""
+    mask = varlen_causal([1024])
+    stages = [make_plan(mask, cp).spec.num_remote_stages for cp in (1, 2, 4, 8, 64)]
+    assert stages == [0, 1, 2, 4, 4]
+
+
+def test_refusals():
+    square = varlen_causal([64])
+    with pytest.raises(ValueError, match="q_len=3 and k_len=5"):
+        make_plan(AttnMask(np.zeros((0, 6), np.int64), 3, 5), 2)
+    with pytest.raises(ValueError, match="cp_size must be at least 1, got 0"):
+        make_plan(square, 0)
+    with pytest.raises(ValueError, match="mask has 64 tokens, the sequence only 32"):
+        make_plan(square, 2, PlanConfig(seq_len=32))
+    with pytest.raises(ValueError, match="at least one token"):
+        make_plan(empty_mask(0), 2)
+    with pytest.raises(ValueError, match="got 'fair'"):
+        PlanConfig(dispatch="fair")
+    for overlap in (0, -1, "two", 1.5):
+        with pytest.raises(ValueError, match="overlap must be"):
+            PlanConfig(overlap=overlap)
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+        PlanConfig(chunk_size=0)
+    with pytest.raises(ValueError, match="names a shift twice"):
+        PlanConfig(roll_shifts=(-1, -1))

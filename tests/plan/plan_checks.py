@@ -1,0 +1,89 @@
+"""Every invariant of a plan, checked against the dense mask."""
+
+import jax
+import numpy as np
+import plan_simulation as simulate
+
+from magi_jax.masks import AttnMask
+from magi_jax.plan import AttentionPlan
+
+
+def check_plan(plan: AttentionPlan, mask: AttnMask, walk: bool = True) -> None:
+    """Cells, dispatch, moves and volume of a plan; ``walk`` also walks the tables as kernels do."""
+    seq_len = plan.spec.seq_len
+    for leaf in jax.tree.leaves(plan):
+        assert leaf.dtype == np.int32
+        assert leaf.shape[0] == plan.cp_size
+    expected = np.zeros((seq_len, seq_len), np.int64)
+    expected[: mask.q_len, : mask.k_len] = mask.dense()
+    np.testing.assert_array_equal(simulate.computed_cells(plan, walk), expected)
+    check_dispatch(plan)
+    check_moves(plan)
+    check_no_redundancy(plan, expected)
+    check_report(plan, expected)
+
+
+def check_dispatch(plan: AttentionPlan) -> None:
+    """Positions permute the tokens, in global order per rank, and segments agree with them."""
+    positions = np.asarray(plan.positions)
+    assert sorted(positions[positions >= 0].tolist()) == list(range(plan.spec.seq_len))
+    rebuilt = np.full_like(positions, -1)
+    for rank, segments in enumerate(plan.dispatch.segments):
+        for start, local_start, n_rows in segments:
+            rebuilt[rank, local_start : local_start + n_rows] = np.arange(start, start + n_rows)
+    np.testing.assert_array_equal(rebuilt, positions)
+    counts = (positions >= 0).sum(axis=1)
+    assert counts.max() - counts.min() <= plan.spec.chunk_size
+    for row, count in zip(positions, counts, strict=True):
+        assert (np.diff(row[:count]) > 0).all()
+        assert (row[count:] == -1).all()
+
+
+def check_moves(plan: AttentionPlan) -> None:
+    """The transfer and the rolls bring each row where its position says."""
+    positions = np.asarray(plan.positions)
+    seq_len = plan.spec.seq_len
+    per_rank = -(-seq_len // plan.cp_size)
+    assert plan.dispatch.transfer.src_rows == per_rank
+    contiguous = np.arange(plan.cp_size * per_rank).reshape(plan.cp_size, per_rank)
+    contiguous = np.where(contiguous < seq_len, contiguous, -1)
+    moved = simulate.cast(plan.dispatch.transfer, contiguous)
+    np.testing.assert_array_equal(moved, positions)
+    for shift, meta in zip(plan.spec.roll_shifts, plan.rolls, strict=True):
+        wanted = positions - shift
+        wanted = np.where((positions < 0) | (wanted < 0) | (wanted >= seq_len), -1, wanted)
+        np.testing.assert_array_equal(simulate.cast(meta, positions), wanted)
+
+
+def check_no_redundancy(plan: AttentionPlan, expected: np.ndarray) -> None:
+    """Each rank receives exactly the distinct keys that its queries see and it does not own."""
+    positions = np.asarray(plan.positions)
+    received = [simulate.cast(meta, positions) for meta in plan.comm]
+    for meta in plan.comm:
+        assert meta.self_rows == 0
+    for rank in range(plan.cp_size):
+        own = positions[rank][positions[rank] >= 0]
+        needed = np.setdiff1d(np.flatnonzero(expected[own].any(axis=0)), own)
+        got = np.concatenate([rows[rank] for rows in received]) if received else own[:0]
+        # In global order over all stages, and packed at the front of each buffer.
+        np.testing.assert_array_equal(got[got >= 0], needed)
+        sizes = [int((rows[rank] >= 0).sum()) for rows in received]
+        assert not sizes or max(sizes) - min(sizes) <= 1
+        for rows, size in zip(received, sizes, strict=True):
+            assert (rows[rank, :size] >= 0).all()
+
+
+def check_report(plan: AttentionPlan, expected: np.ndarray) -> None:
+    """The report's counts are those of the dense mask."""
+    report = plan.report()
+    positions = np.asarray(plan.positions)
+    for rank in range(plan.cp_size):
+        own = positions[rank][positions[rank] >= 0]
+        assert report.tokens[rank] == len(own)
+        assert report.area[:, rank].sum() == expected[own].sum()
+        assert (
+            report.recv_rows[rank] == np.setdiff1d(np.flatnonzero(expected[own].any(0)), own).size
+        )
+    assert report.send_rows.sum() == report.recv_rows.sum()
+    assert report.redundancy == 1.0
+    assert "imbalance" in str(report)

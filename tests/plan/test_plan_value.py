@@ -1,0 +1,204 @@
+"""A plan as a value: hashed, stacked, sharded, passed to compiled programs, planned again, drawn."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from plan_checks import check_plan
+from test_make_plan import varlen_causal
+
+from magi_jax import masks
+from magi_jax.plan import PlanConfig, make_plan, slice_table, stack_plans
+from magi_jax.plan.plot import sampled_owners
+
+CONFIG = PlanConfig(chunk_size=8, tile_size=16, overlap=2)
+MASK = varlen_causal([100, 30, 61])
+
+
+def with_leaf(plan, index, change):
+    """The plan with one leaf changed."""
+    leaves, tree = jax.tree.flatten(plan)
+    leaves[index] = change(leaves[index].copy())
+    return jax.tree.unflatten(tree, leaves)
+
+
+def test_fingerprint_sees_every_leaf_and_the_spec():
+    plan = make_plan(MASK, 4, CONFIG)
+    own = plan.fingerprint()
+    assert len(own) == 32
+    assert own == make_plan(MASK, 4, CONFIG).fingerprint()
+    assert own == jax.tree.map(jnp.asarray, plan).fingerprint()
+    changed = {own}
+    for i in range(len(jax.tree.leaves(plan))):
+        changed.add(with_leaf(plan, i, lambda leaf: leaf + 1).fingerprint())
+    spec = dataclasses.replace(plan.spec, chunk_size=9)
+    changed.add(dataclasses.replace(plan, spec=spec).fingerprint())
+    assert len(changed) == len(jax.tree.leaves(plan)) + 2
+
+
+def test_planning_time_is_no_part_of_the_tree():
+    plan = make_plan(MASK, 4, CONFIG)
+    assert plan.planning_ms > 0
+    assert plan.report().planning_ms == plan.planning_ms
+    mapped = jax.tree.map(np.copy, plan)
+    assert mapped.planning_ms is None
+    assert "planning           -" in str(mapped.report())
+    assert jax.tree.structure(mapped) == jax.tree.structure(plan)
+
+
+def test_one_trace_for_plans_of_one_spec():
+    lengths = [[100, 30, 61], [11, 150, 30], [190, 1]]
+    config = dataclasses.replace(CONFIG, seq_len=191)
+    spec = make_plan(varlen_causal(lengths[0]), 4, config).spec
+    for other in lengths[1:]:
+        spec = spec.union(make_plan(varlen_causal(other), 4, config).spec)
+    traces = []
+
+    @jax.jit
+    def step(plan):
+        traces.append(1)
+        return plan.positions.sum() + plan.calc[1].slices.sum()
+
+    for each in lengths:
+        plan = make_plan(varlen_causal(each), 4, config, spec=spec)
+        assert step(plan) == plan.positions.sum() + plan.calc[1].slices.sum()
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("replicas", [None, 2])
+def test_local_strips_the_axes(sharded, replicas):
+    if len(jax.devices()) < 8:
+        pytest.fail("tests run on 8 virtual CPU devices, see tests/conftest.py")
+    config = dataclasses.replace(CONFIG, seq_len=191)
+    plans = [make_plan(varlen_causal(n), 4, config) for n in ([100, 30, 61], [11, 150, 30])]
+    spec = plans[0].spec.union(plans[1].spec)
+    plans = [make_plan(varlen_causal(n), 4, config, spec) for n in ([100, 30, 61], [11, 150, 30])]
+    whole = stack_plans(plans) if replicas else plans[0]
+    axes = ("dp", "cp") if sharded else ("dp", None)
+    mesh = jax.make_mesh((2, 4), ("dp", "cp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def body(plan):
+        local = plan.local(jax.lax.axis_index("cp"))
+        assert local.positions.shape == (spec.local_len,)
+        assert local.local(0) is local
+        meta = plan.comm[0].local(jax.lax.axis_index("cp"))
+        table = plan.calc[0].local(jax.lax.axis_index("cp"), plan.cp_size)
+        assert meta.send.shape == (spec.comm[0].pieces, 5)
+        sums = (local.positions, meta.send, local.comm[0].send, table.slices, local.calc[0].slices)
+        return jnp.stack([jnp.sum(x) for x in sums])[None, None]
+
+    specs = P(*axes) if replicas else P(*axes[1:])
+    run = jax.shard_map(
+        body, mesh=mesh, in_specs=(specs,), out_specs=P("dp", "cp"), check_vma=False
+    )
+    got = np.asarray(jax.jit(run)(whole)).reshape(2, 4, -1)
+    for replica in range(2):
+        plan = plans[replica] if replicas else plans[0]
+        for rank in range(4):
+            leaves = (plan.positions, *[plan.comm[0].send] * 2, *[plan.calc[0].slices] * 2)
+            assert got[replica, rank].tolist() == [leaf[rank].sum() for leaf in leaves]
+
+
+def test_local_refuses_wrong_axes():
+    plan = make_plan(MASK, 4, CONFIG)
+    with pytest.raises(ValueError, match=r"has 2 ranks on its leading axis, 1 \(sharded\) or 4"):
+        jax.tree.map(lambda leaf: leaf[:2], plan).local(0)
+    with pytest.raises(ValueError, match="has 2 replicas here"):
+        stack_plans([plan, plan]).local(0)
+
+
+def test_stack_plans():
+    plan, other = make_plan(MASK, 4, CONFIG), make_plan(varlen_causal([191]), 4, CONFIG)
+    stacked = stack_plans([plan, plan])
+    assert stacked.positions.shape == (2, 4, plan.spec.local_len)
+    assert stacked.spec == plan.spec
+    with pytest.raises(ValueError, match=r"plan 1 and plan 0 have different specs.*spec\."):
+        stack_plans([plan, other])
+    with pytest.raises(ValueError, match="at least one plan"):
+        stack_plans([])
+    with pytest.raises(ValueError, match="stacked or local plan"):
+        stacked.report()
+
+
+def test_with_mask_keeps_the_dispatch():
+    plan = make_plan(MASK, 4, CONFIG)
+    window = masks.local(191, window=(10, 0))
+    other = plan.with_mask(window)
+    check_plan(other, window)
+    assert other.dispatch is plan.dispatch
+    assert other.rolls is plan.rolls
+    assert plan.with_mask(MASK, overlap=2).fingerprint() == plan.fingerprint()
+    shorter = varlen_causal([50, 20])
+    check_plan(plan.with_mask(shorter, overlap=1), shorter)
+
+
+def test_with_mask_in_a_given_spec():
+    plan = make_plan(MASK, 4, CONFIG)
+    window = masks.local(191, window=(10, 0))
+    union = plan.with_mask(window, overlap=2).spec.union(plan.spec)
+    padded = plan.with_mask(window, spec=union)
+    assert padded.spec == union
+    check_plan(padded, window)
+    with pytest.raises(ValueError, match="does not fit the given spec"):
+        plan.with_mask(masks.full(191), spec=union)
+    with pytest.raises(ValueError, match="its cp_size is 2, the plan's is 4"):
+        plan.with_mask(window, spec=make_plan(window, 2, CONFIG).spec)
+    with pytest.raises(ValueError, match="mask has 192 tokens, the sequence only 191"):
+        plan.with_mask(masks.causal(192))
+
+
+def test_report_counts():
+    plan = make_plan(masks.full(64), 4, PlanConfig(chunk_size=8, overlap=1))
+    report = plan.report()
+    assert report.imbalance == 1.0
+    assert report.recv_rows.tolist() == report.ring_rows.tolist() == [48] * 4
+    assert report.recv_bytes(2, 8, 16, "float32").tolist() == [48 * 2 * 24 * 4] * 4
+    assert report.collective_rows == 4 * plan.comm[0].pair_rows
+    assert report.collective_bytes(1, 4, dtype="float16") == report.collective_rows * 16
+    assert report.padding == 0.0
+    assert make_plan(masks.full(60), 4, PlanConfig(chunk_size=8)).report().padding == 1 - 60 / 64
+
+
+def test_reports_need_values():
+    plan = make_plan(MASK, 4, CONFIG)
+    for name in ("report", "fingerprint"):
+        with pytest.raises(ValueError, match="traced plan has none"):
+            jax.jit(lambda p, name=name: getattr(p, name)())(plan)
+
+
+@pytest.mark.parametrize("cp_size", [1, 4, 64])
+def test_plot(tmp_path, cp_size):
+    pytest.importorskip("matplotlib")
+    plan = make_plan(varlen_causal([300, 140, 7]), cp_size, PlanConfig(chunk_size=4))
+    plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_picture_shows_the_mask_and_its_owners():
+    plan = make_plan(MASK, 4, CONFIG)
+    owners = sampled_owners(plan, pixels=191)
+    np.testing.assert_array_equal(owners >= 0, MASK.dense())
+    for rank, held in enumerate(plan.positions):
+        rows = owners[held[held >= 0]]
+        assert set(np.unique(rows)) <= {-1, rank}
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (64, 64), (130, 67), (5, 300)])
+def test_slice_table_of_one_device(q_len, k_len):
+    mask = masks.causal(q_len, k_len, offset=k_len - q_len)
+    table = slice_table(mask)
+    assert (table.q_len, table.k_len, table.tile_size) == (q_len, k_len, 128)
+    assert table.slices.shape[1] == 6
+    assert {leaf.dtype for leaf in jax.tree.leaves(table)} == {np.dtype(np.int32)}
+    with pytest.raises(ValueError, match=r"q_len is \d+, but must be \d+"):
+        slice_table(masks.full(q_len + 1, k_len), spec=_spec_of(table))
+
+
+def _spec_of(table):
+    from magi_jax.plan.slice_table import exact_spec
+
+    return exact_spec(jax.tree.map(lambda leaf: leaf[None], table))

@@ -1,0 +1,124 @@
+"""Buckets, and specs that cover, unite and refuse."""
+
+import dataclasses
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_checks import check_plan
+from test_make_plan import square_masks, varlen_causal
+
+from magi_jax.plan import PlanConfig, bucket, make_plan
+
+CONFIG = PlanConfig(chunk_size=8, tile_size=16, overlap=2)
+
+
+@given(st.integers(0, 10**7))
+def test_bucket_is_the_next_quarter_step(size):
+    got = bucket(size)
+    assert got >= size
+    assert got <= max(size * 1.25, 4)
+    steps = [step * 2**i for i in range(30) for step in (1, 1.25, 1.5, 1.75)]
+    assert size == 0 or got == min(s for s in steps if s >= size and s == int(s))
+
+
+def test_bucket_minimum():
+    assert bucket(3, 16) == 16
+    assert bucket(17, 16) == 20
+
+
+@given(square_masks(max_len=40), square_masks(max_len=40))
+def test_union_covers_both_and_serves_both(first, second):
+    config = dataclasses.replace(CONFIG, seq_len=40)
+    plans = [make_plan(mask, 4, config) for mask in (first, second)]
+    union = plans[0].spec.union(plans[1].spec)
+    for mask, plan in zip((first, second), plans, strict=True):
+        assert union.covers(plan.spec)
+        assert plan.spec.covers(plan.spec)
+        padded = make_plan(mask, 4, CONFIG, spec=union)
+        assert padded.spec == union
+        check_plan(padded, mask)
+    assert union == plans[1].spec.union(plans[0].spec)
+    assert union.union(plans[0].spec) == union
+
+
+def test_one_spec_gives_one_tree():
+    config = dataclasses.replace(CONFIG, seq_len=520)
+    pair = [varlen_causal([300, 20, 200]), varlen_causal([30, 20, 400, 9])]
+    first, second = (make_plan(mask, 4, config).spec for mask in pair)
+    first, second = (make_plan(mask, 4, CONFIG, spec=first.union(second)) for mask in pair)
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(plan)] for plan in (first, second)]
+    assert shapes[0] == shapes[1]
+
+
+def capacities(spec, path="spec"):
+    """(path, value) of every capacity."""
+    for field in dataclasses.fields(spec):
+        value, name = getattr(spec, field.name), f"{path}.{field.name}"
+        if "capacity" in field.metadata:
+            yield name
+        elif isinstance(value, tuple) and field.name != "roll_shifts":
+            for i, entry in enumerate(value):
+                yield from capacities(entry, f"{name}[{i}]")
+        elif dataclasses.is_dataclass(value):
+            yield from capacities(value, name)
+
+
+def shrink(spec, path):
+    """A copy with the capacity at ``path`` set to zero."""
+    head, _, rest = path.partition(".")
+    name, _, index = head.partition("[")
+    value = getattr(spec, name)
+    if not rest:
+        return dataclasses.replace(spec, **{name: 0})
+    if not index:
+        return dataclasses.replace(spec, **{name: shrink(value, rest)})
+    i = int(index[:-1])
+    entries = (*value[:i], shrink(value[i], rest), *value[i + 1 :])
+    return dataclasses.replace(spec, **{name: entries})
+
+
+def test_every_capacity_is_refused_by_name_when_too_small():
+    mask = varlen_causal([300, 20, 200])
+    spec = make_plan(mask, 4, CONFIG).spec
+    paths = [p for p in capacities(spec) if not p.endswith("k_len") and "comm[0].self" not in p]
+    assert len(paths) > 25
+    for path in paths:
+        too_small = shrink(spec, path.removeprefix("spec."))
+        if too_small == spec:  # a capacity that is zero already: nothing stays in a cast
+            assert path.endswith("self_rows")
+            continue
+        assert not too_small.covers(spec)
+        with pytest.raises(ValueError, match="does not fit the given spec") as error:
+            make_plan(mask, 4, CONFIG, spec=too_small)
+        assert f"{path} is 0, but " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cp_size": 2}, "its cp_size is 4, the plan's is 2"),
+        ({"chunk_size": 4}, "its chunk_size is 8, the plan's is 4"),
+        ({"tile_size": 128}, "its tile_size is 16, the plan's is 128"),
+        ({"roll_shifts": (1,)}, r"its roll_shifts is \(-1,\), the plan's is \(1,\)"),
+        ({"seq_len": 600}, "its seq_len is 520, the plan's is 600"),
+        ({"overlap": 3}, "overlap=3 .* the spec has 2"),
+    ],
+)
+def test_a_spec_of_another_kind_is_refused(change, message):
+    mask = varlen_causal([300, 20, 200])
+    spec = make_plan(mask, 4, CONFIG).spec
+    cp_size = change.pop("cp_size", 4)
+    with pytest.raises(ValueError, match=message):
+        make_plan(mask, cp_size, dataclasses.replace(CONFIG, **change), spec=spec)
+
+
+def test_no_union_of_different_kinds():
+    mask = varlen_causal([300, 20, 200])
+    spec = make_plan(mask, 4, CONFIG).spec
+    with pytest.raises(ValueError, match=r"spec.cp_size is 4 in one and 2 in the other"):
+        spec.union(make_plan(mask, 2, CONFIG).spec)
+    with pytest.raises(ValueError, match=r"spec.calc has 3 entries and 4"):
+        spec.union(make_plan(mask, 4, dataclasses.replace(CONFIG, overlap=3)).spec)
