@@ -127,8 +127,8 @@ def diagonals(types: Any, q_ranges: np.ndarray, k_ranges: np.ndarray) -> np.ndar
 
 def _mask_type(name: str, value: Any) -> MaskType:
     try:
-        return MaskType(operator.index(value))
-    except (TypeError, ValueError):
+        return MaskType(integer(name, value))
+    except ValueError:
         names = ", ".join(f"{member.name} = {member.value}" for member in MaskType)
         raise ValueError(
             f"{name} must be a MaskType ({names}) or a band (d_min, d_max); got {value!r}"

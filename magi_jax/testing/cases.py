@@ -81,7 +81,7 @@ def edge_cases(size: int) -> dict[str, AttnMask]:
 
 
 def random_lengths(rng: np.random.Generator, total: int, mean: float) -> np.ndarray:
-    """Long-tailed lengths of documents of about ``mean`` tokens, ``total`` in all, int64 ``[D]``."""
+    """Long-tailed document lengths of about ``mean`` tokens, ``total`` in all, int64 ``[D]``."""
     lengths = []
     while total:
         length = int(np.ceil(mean * rng.lognormal(-0.5, 1.0)))
