@@ -1,0 +1,18 @@
+"""Attention on one device."""
+
+from magi_jax.ops.api import CONTEXT_NAME, dot_product_attention, flex_flash_attention
+from magi_jax.ops.base import Implementation
+from magi_jax.ops.implementations import get_implementation, implementations
+from magi_jax.ops.lse import add_sinks, merge, sinks_gradient
+
+__all__ = [
+    "CONTEXT_NAME",
+    "Implementation",
+    "add_sinks",
+    "dot_product_attention",
+    "flex_flash_attention",
+    "get_implementation",
+    "implementations",
+    "merge",
+    "sinks_gradient",
+]

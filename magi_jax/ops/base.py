@@ -1,0 +1,176 @@
+"""What every implementation of attention on one device offers, and the checks that they share."""
+
+import abc
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from magi_jax.plan import SliceTable
+
+SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Implementation(abc.ABC):
+    """Attention on one device, as a pair of functions without derivatives. Hashable.
+
+    Shapes: ``q [T, N, H]``, ``k [S, K, H]``, ``v [S, K, Hv]``, ``out [T, N, Hv]``, ``lse [T, N]`` float32
+    natural log. Rows that see no key have ``out = 0`` and ``lse = -inf``. Logits are ``scale * q.k``, then
+    ``cap * tanh(logits / cap)`` where ``logits_soft_cap`` is not 0. ``table`` may be traced.
+    """
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """How callers ask for it."""
+
+    @property
+    @abc.abstractmethod
+    def is_deterministic(self) -> bool:
+        """Whether equal inputs give equal bits, gradients included."""
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        table: SliceTable,
+        *,
+        scale: float,
+        logits_soft_cap: float,
+        accumulate: tuple[jax.Array, jax.Array] | None = None,
+        out_dtype: Any = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attention over the keys that the table shows.
+
+        Args:
+            q: ``[T, N, H]``.
+            k: ``[S, K, H]``, dtype of q.
+            v: ``[S, K, Hv]``, dtype of q.
+            table: the mask, in coordinates of q and k.
+            scale: factor of the logits.
+            logits_soft_cap: cap of the logits, 0 for none.
+            accumulate: ``(out, lse)`` over other keys, float32, to merge the result into.
+            out_dtype: float32 or the dtype of q, which is the default; with ``accumulate`` float32.
+
+        Returns:
+            ``out [T, N, Hv]`` and ``lse [T, N]``.
+
+        Raises:
+            ValueError: operands that do not fit each other.
+            NotImplementedError: what this implementation does not support, with the reason.
+        """
+
+    @abc.abstractmethod
+    def backward(
+        self,
+        dout: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        lse: jax.Array,
+        delta: jax.Array,
+        table: SliceTable,
+        *,
+        scale: float,
+        logits_soft_cap: float,
+        dkv_dtype: Any = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Gradients for the keys that the table shows.
+
+        Args:
+            dout: ``[T, N, Hv]``, cotangent of ``out``, dtype of q.
+            q: ``[T, N, H]``.
+            k: ``[S, K, H]``.
+            v: ``[S, K, Hv]``.
+            lse: ``[T, N]`` of the final result, merged over all sets of keys.
+            delta: ``[T, N]`` float32, ``sum(dout * out, -1) - dlse`` of the final result.
+            table: the mask.
+            scale: as in `forward`.
+            logits_soft_cap: as in `forward`.
+            dkv_dtype: float32 or the dtype of k, which is the default.
+
+        Returns:
+            ``dq [T, N, H]`` float32, ``dk [S, K, H]`` and ``dv [S, K, Hv]``.
+        """
+
+
+def check_operands(q: jax.Array, k: jax.Array, v: jax.Array, table: SliceTable) -> None:
+    """Refuses operands that do not fit each other or the table; raises ValueError that names the values."""
+    if q.ndim != 3 or k.ndim != 3 or v.ndim != 3:
+        raise ValueError(
+            f"expected q [T, N, H], k [S, K, H], v [S, K, Hv]; got {q.shape=} {k.shape=} {v.shape=}"
+        )
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"q and k must have one head dim; got {q.shape[2]} and {k.shape[2]} ({q.shape=} {k.shape=})"
+        )
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"k and v must agree in length and heads; got {k.shape=} {v.shape=}")
+    num_heads, num_kv_heads = q.shape[1], k.shape[1]
+    if num_kv_heads == 0 or num_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"q has {num_heads} heads, which is not a multiple of the {num_kv_heads} of k;"
+            f" got {q.shape=} {k.shape=}"
+        )
+    if q.shape[2] == 0 or v.shape[2] == 0:
+        raise ValueError(f"head dims must be positive; got {q.shape=} {v.shape=}")
+    if q.dtype != k.dtype or q.dtype != v.dtype:
+        raise ValueError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
+    if q.dtype.name not in SUPPORTED_DTYPES:
+        raise ValueError(f"q must be one of {', '.join(SUPPORTED_DTYPES)}; got {q.dtype}")
+    check_table(table, q.shape[0], k.shape[0])
+
+
+def check_table(table: SliceTable, q_len: int, k_len: int) -> None:
+    """Refuses a table that was made for other lengths, or that still has a leading axis."""
+    if table.slices.ndim != 2:
+        raise ValueError(
+            "a slice table must be that of one rank, slices [A, 6]; got slices of shape"
+            f" {table.slices.shape} (take its part with table.local(rank, cp_size))"
+        )
+    if (table.q_len, table.k_len) != (q_len, k_len):
+        raise ValueError(
+            f"the mask is for {table.q_len} queries and {table.k_len} keys, but q has {q_len} rows and k"
+            f" has {k_len}"
+        )
+
+
+def check_options(scale: float, logits_soft_cap: float) -> None:
+    """Refuses a scale or cap that no logits can be made with."""
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite; got {scale}")
+    if not math.isfinite(logits_soft_cap) or logits_soft_cap < 0:
+        raise ValueError(f"logits_soft_cap must be positive, or 0 for none; got {logits_soft_cap}")
+
+
+def check_accumulate(
+    accumulate: tuple[jax.Array, jax.Array], q: jax.Array, v: jax.Array, out_dtype: Any
+) -> None:
+    """Refuses partial results of another shape or dtype than those of this call."""
+    out, lse = accumulate
+    expected = (*q.shape[:2], v.shape[2])
+    if out.shape != expected or lse.shape != q.shape[:2]:
+        raise ValueError(
+            f"accumulate must be (out {expected}, lse {q.shape[:2]}); got {out.shape} and {lse.shape}"
+        )
+    if out.dtype != jnp.float32 or lse.dtype != jnp.float32:
+        raise ValueError(f"accumulate must be float32; got {out.dtype} and {lse.dtype}")
+    if out_dtype is not None and jnp.dtype(out_dtype) != jnp.float32:
+        raise ValueError(
+            f"a result that is merged into another is float32; got out_dtype={out_dtype}"
+        )
+
+
+def result_dtype(dtype: Any, operand: jax.Array, name: str) -> jnp.dtype:
+    """Dtype of a result: that of ``operand`` by default; float32 is the only other one."""
+    dtype = operand.dtype if dtype is None else jnp.dtype(dtype)
+    if dtype not in (operand.dtype, jnp.float32):
+        raise ValueError(
+            f"{name} must be float32 or the dtype of the operand, {operand.dtype}; got {dtype}"
+        )
+    return dtype

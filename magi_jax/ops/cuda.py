@@ -1,0 +1,209 @@
+"""Attention on NVIDIA GPUs: custom calls to the CUDA kernels of ``xla_ffi/kernels/sm80`` and ``sm90``.
+
+Path ``sm80`` runs on every GPU from compute capability 8.0 on, forward and backward. Path ``sm90`` is for
+compute capability 9.0 and has a forward only: an implementation pairs it with the backward of ``sm80``.
+`CudaImplementation.describe` tells which kernels and tiles a call gets.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from magi_jax.ops import base, ffi, varying
+from magi_jax.plan import SliceTable
+
+# Scratch results of the paths that need them: a counter with which thread blocks share out tiles.
+_FORWARD_SCRATCH = {"sm80": (), "sm90": (((1,), np.int32),)}
+
+_LOWEST_CAPABILITY = (8, 0)
+_ONLY_CAPABILITY = {"sm90": (9, 0)}
+
+
+@dataclass(frozen=True)
+class CudaImplementation(base.Implementation):
+    """bfloat16 and float16 kernels with float32 arithmetic. All sums have a fixed order.
+
+    Attributes:
+        label: its name.
+        forward_paths: suffixes of forward targets, the preferred one first; a call takes the first that
+            supports it and is refused with the reasons of all when none does.
+        backward_paths: likewise.
+    """
+
+    label: str
+    forward_paths: tuple[str, ...]
+    backward_paths: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Its label."""
+        return self.label
+
+    @property
+    def is_deterministic(self) -> bool:
+        """True: neither direction uses atomics."""
+        return True
+
+    def forward(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        table: SliceTable,
+        *,
+        scale: float,
+        logits_soft_cap: float,
+        accumulate: tuple[jax.Array, jax.Array] | None = None,
+        out_dtype: Any = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `Implementation.forward`."""
+        base.check_operands(q, k, v, table)
+        base.check_options(scale, logits_soft_cap)
+        walk = (table.slices, *table.by_query)
+        if accumulate is None:
+            target, aliases = ffi.FORWARD, None
+            dtype = base.result_dtype(out_dtype, q, "out_dtype")
+            operands = varying.unify(q, k, v, *walk)
+        else:
+            base.check_accumulate(accumulate, q, v, out_dtype)
+            target, dtype = ffi.FORWARD_ACCUMULATE, jnp.dtype(jnp.float32)
+            operands = varying.unify(q, k, v, *walk, *accumulate)
+            aliases = {len(operands) - 2: 0, len(operands) - 1: 1}
+        path, _ = self._choose("forward", q, k, v, table, dtype)
+        results = (
+            varying.result((*q.shape[:2], v.shape[2]), dtype, operands[0]),
+            varying.result(q.shape[:2], jnp.float32, operands[0]),
+            *(varying.result(*scratch, operands[0]) for scratch in _FORWARD_SCRATCH[path]),
+        )
+        call = _call(f"{target}_{path}", results, aliases)
+        out, lse, *_ = call(*operands, **_attributes(table, scale, logits_soft_cap))
+        return out, lse
+
+    def backward(
+        self,
+        dout: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        lse: jax.Array,
+        delta: jax.Array,
+        table: SliceTable,
+        *,
+        scale: float,
+        logits_soft_cap: float,
+        dkv_dtype: Any = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See `Implementation.backward`."""
+        base.check_operands(q, k, v, table)
+        base.check_options(scale, logits_soft_cap)
+        operands = varying.unify(
+            dout, q, k, v, lse, delta, table.slices, *table.by_query, *table.by_key
+        )
+        dkv_dtype = base.result_dtype(dkv_dtype, k, "dkv_dtype")
+        path, _ = self._choose("backward", q, k, v, table, dkv_dtype)
+        results = (
+            varying.result(q.shape, jnp.float32, operands[0]),
+            varying.result(k.shape, dkv_dtype, operands[0]),
+            varying.result(v.shape, dkv_dtype, operands[0]),
+        )
+        call = _call(f"{ffi.BACKWARD}_{path}", results)
+        dq, dk, dv = call(*operands, **_attributes(table, scale, logits_soft_cap))
+        return dq, dk, dv
+
+    def describe(self, q: Any, k: Any, v: Any, table: SliceTable) -> str:
+        """Kernels and tiles that serve operands like these, a line for each direction.
+
+        Args:
+            q: ``[T, N, H]``, an array or its `jax.ShapeDtypeStruct`.
+            k: ``[S, K, H]``.
+            v: ``[S, K, Hv]``.
+            table: the mask.
+
+        Raises:
+            NotImplementedError: there are none; the reasons are named.
+        """
+        directions = ("forward", "backward")
+        lines = [self._choose(direction, q, k, v, table, q.dtype)[1] for direction in directions]
+        return "\n".join(lines)
+
+    def _choose(self, direction: str, q, k, v, table, result_dtype) -> tuple[str, str]:
+        """The path that serves a call, and its description."""
+        module = ffi.load()
+        if not module.build_info()["cuda"]:
+            raise NotImplementedError(
+                f"{self.name}: this build of magi_jax has no CUDA kernels, because no nvcc was found;"
+                " install a CUDA toolkit or the nvidia-cuda-nvcc wheel and install magi_jax again"
+            )
+        backward = direction == "backward"
+        extents = (q.shape[0], k.shape[0], q.shape[1], *k.shape[1:], v.shape[2], table.tile_size)
+        dtypes = (jnp.dtype(q.dtype).name, jnp.dtype(result_dtype).name)
+        reasons = []
+        for path in self.backward_paths if backward else self.forward_paths:
+            description, refusal = module.choose_cuda_kernel(path, backward, *dtypes, extents)
+            refusal = refusal or _device_refusal(path)
+            if not refusal:
+                return path, description
+            reasons.append(refusal)
+        raise NotImplementedError("; ".join(reasons))
+
+
+SM80 = CudaImplementation("sm80", ("sm80",), ("sm80",))
+SM90 = CudaImplementation("sm90", ("sm90",), ("sm80",))
+
+
+def for_capability(capability: tuple[int, int]) -> CudaImplementation:
+    """The best kernels for a device: on Hopper those of sm90 where there are any, else sm80.
+
+    Args:
+        capability: compute capability, such as ``(9, 0)``.
+
+    Raises:
+        NotImplementedError: the device is older than any kernel.
+    """
+    paths = tuple(path for path in ("sm90", "sm80") if refusal(path, capability) is None)
+    if not paths:
+        raise NotImplementedError(refusal("sm80", capability))
+    return CudaImplementation("cuda", paths, ("sm80",))
+
+
+def refusal(path: str, capability: tuple[int, int]) -> str | None:
+    """Why a device of this compute capability cannot run the kernels of a path; None if it can."""
+    only = _ONLY_CAPABILITY.get(path)
+    if capability >= _LOWEST_CAPABILITY and only in (None, capability):
+        return None
+    wanted = _dotted(only) if only else f"{_dotted(_LOWEST_CAPABILITY)} or newer"
+    return f"{path} needs compute capability {wanted}, the device has {_dotted(capability)}"
+
+
+@functools.cache
+def device_capability() -> tuple[int, int]:
+    """Compute capability of the default GPU, such as ``(9, 0)``."""
+    major, _, minor = jax.devices()[0].compute_capability.partition(".")
+    return int(major), int(minor)
+
+
+def _device_refusal(path: str) -> str | None:
+    """Nothing is known of the device where a program is compiled ahead on a machine without one."""
+    if jax.default_backend() != "gpu":
+        return None
+    return refusal(path, device_capability())
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _call(target: str, results: tuple, aliases: dict[int, int] | None = None):
+    return jax.ffi.ffi_call(target, results, vmap_method="sequential", input_output_aliases=aliases)
+
+
+def _attributes(table: SliceTable, scale: float, logits_soft_cap: float) -> dict[str, np.generic]:
+    return {
+        "scale": np.float32(scale),
+        "logits_soft_cap": np.float32(logits_soft_cap),
+        "tile_size": np.int32(table.tile_size),
+    }

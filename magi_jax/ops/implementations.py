@@ -1,0 +1,49 @@
+"""Which implementation serves a call."""
+
+import jax
+
+from magi_jax.ops import cuda
+from magi_jax.ops.base import Implementation
+from magi_jax.ops.cpu import CpuImplementation
+from magi_jax.ops.reference import ReferenceImplementation
+
+_BY_NAME = {
+    "cpu": CpuImplementation(),
+    "reference": ReferenceImplementation(),
+    "sm80": cuda.SM80,
+    "sm90": cuda.SM90,
+}
+
+# What None means, by platform of the default backend.
+_BY_PLATFORM = {"cpu": "cpu"}
+
+
+def implementations() -> tuple[str, ...]:
+    """Names of all implementations."""
+    return tuple(_BY_NAME)
+
+
+def get_implementation(implementation: str | Implementation | None = None) -> Implementation:
+    """The implementation of a name, the one for the default backend, or the given one itself.
+
+    Raises:
+        ValueError: there is no implementation of that name.
+        NotImplementedError: none is chosen by itself on this platform.
+    """
+    if isinstance(implementation, Implementation):
+        return implementation
+    if implementation is None:
+        platform = jax.default_backend()
+        if platform == "gpu":
+            return cuda.for_capability(cuda.device_capability())
+        if platform not in _BY_PLATFORM:
+            raise NotImplementedError(
+                f"no implementation is chosen by itself on platform {platform!r}; pass one of"
+                f" {', '.join(_BY_NAME)} as implementation="
+            )
+        implementation = _BY_PLATFORM[platform]
+    if implementation not in _BY_NAME:
+        raise ValueError(
+            f"implementation must be one of {', '.join(_BY_NAME)}, or None; got {implementation!r}"
+        )
+    return _BY_NAME[implementation]
