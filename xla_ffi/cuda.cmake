@@ -147,7 +147,7 @@ endif()
 # --- Handlers and the runtime.
 
 find_package(Threads REQUIRED)
-target_sources(_ffi PRIVATE xla_ffi/handlers/ffa_cuda.cc)
+target_sources(_ffi PRIVATE xla_ffi/handlers/ffa_cuda.cc xla_ffi/handlers/kernels_cuda.cc)
 target_compile_definitions(_ffi PRIVATE MAGI_JAX_WITH_CUDA)
 target_include_directories(_ffi SYSTEM PRIVATE "${MAGI_JAX_CUDA_INCLUDE}")
 target_link_libraries(_ffi PRIVATE "${MAGI_JAX_CUDART}" Threads::Threads ${CMAKE_DL_LIBS} rt)

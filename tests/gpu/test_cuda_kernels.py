@@ -1,0 +1,186 @@
+"""Kernels on the device against float64: every mask, head dim and option, and what must not leak."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from device_cases import Case, check, expected, run
+
+import magi_jax
+from magi_jax import masks
+from magi_jax.ops import cuda
+from magi_jax.plan import slice_table
+from magi_jax.testing.cases import mask_cases, random_mask
+
+CAPABILITY = cuda.device_capability()
+PATHS = [
+    path for path in (cuda.SM80, cuda.SM90) if cuda.refusal(path.name, CAPABILITY) is None
+]
+HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
+
+paths = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
+
+
+def supported(path, case):
+    """Cases of a path: Hopper's forward has fewer head dims, and says so."""
+    q, k, v, *_ = case.operands()
+    try:
+        path.describe(q, k, v, slice_table(case.mask, tile_size=case.tile_size))
+    except NotImplementedError as error:
+        assert path.name == "sm90", error
+        return False
+    return True
+
+
+@paths
+@pytest.mark.parametrize("name", mask_cases(331))
+def test_masks(path, name):
+    case = Case(mask_cases(331)[name])
+    check(run(path, case), expected(case), case.dtype)
+
+
+@paths
+@pytest.mark.parametrize("seed", range(12))
+def test_random_masks(path, seed):
+    rng = np.random.default_rng(seed)
+    q_len, k_len = (int(x) for x in rng.integers(1, 700, 2))
+    heads = [(1, 1), (4, 1), (6, 3), (8, 2)][seed % 4]
+    case = Case(
+        random_mask(rng, q_len, k_len),
+        dtype=("bfloat16", "float16")[seed % 2],
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        seed=seed,
+    )
+    check(run(path, case), expected(case), case.dtype)
+
+
+@paths
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), HEAD_DIMS)
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_head_dims(path, dtype, head_dim, v_head_dim, cap):
+    mask = masks.varlen([70, 1, 200, 62], causal=True, window=(90, 0))
+    case = Case(mask, dtype=dtype, head_dim=head_dim, v_head_dim=v_head_dim, logits_soft_cap=cap)
+    if supported(path, case):
+        check(run(path, case), expected(case), dtype)
+
+
+@paths
+@pytest.mark.parametrize("scale", [-0.1, 0.0, 0.5])
+def test_scales(path, scale):
+    case = Case(masks.causal(150), scale=scale)
+    check(run(path, case), expected(case), case.dtype)
+
+
+@paths
+@pytest.mark.parametrize("tile_size", [64, 128, 256, 384])
+def test_tile_sizes(path, tile_size):
+    case = Case(masks.varlen([200, 333], causal=True), tile_size=tile_size)
+    if supported(path, case):
+        check(run(path, case), expected(case), case.dtype)
+
+
+@paths
+def test_long_sequence(path):
+    mask = masks.varlen([1500, 20, 900, 676], causal=True, window=(700, 0))
+    case = Case(mask, num_heads=4, num_kv_heads=1)
+    check(run(path, case), expected(case), case.dtype)
+
+
+@paths
+def test_results_are_the_same_bits_in_every_run(path):
+    case = Case(masks.varlen([300, 723], causal=True), num_heads=16, num_kv_heads=2)
+    first = run(path, case)
+    for _ in range(3):
+        for name, again in run(path, case).items():
+            np.testing.assert_array_equal(again, first[name], err_msg=name)
+
+
+@paths
+def test_accumulates_in_place(path):
+    mask = masks.varlen([200, 1, 130], causal=True)
+    left, right = (mask.crop((0, 331), part) for part in ((0, 150), (150, 331)))
+    case = Case(mask)
+    q, k, v, *_ = case.operands()
+
+    @jax.jit
+    def staged(q, k, v, tables):
+        first = path.forward(q, k[:150], v[:150], tables[0], out_dtype=jnp.float32, **case.options)
+        return path.forward(q, k[150:], v[150:], tables[1], accumulate=first, **case.options)
+
+    out, lse = staged(q, k, v, [slice_table(part) for part in (left, right)])
+    want = expected(case)
+    np.testing.assert_allclose(lse, want["lse"], atol=2e-3)
+    assert np.linalg.norm(out - want["out"]) < 6e-3 * np.linalg.norm(want["out"])
+
+
+@paths
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_hidden_rows_do_not_leak(path, bad):
+    """Rows of one document hold NaN or inf; the others share tiles with it and must not notice."""
+    case = Case(masks.varlen([90, 75, 160], causal=True))
+    clean = expected(case)
+    q, k, v, dout, dlse = case.operands()
+    spoiled = [x.at[90:165].set(bad) for x in (q, k, v, dout)]
+    got = run(path, case, (*spoiled, dlse))
+    rows = np.r_[0:90, 165:325]
+    for name, value in got.items():
+        error = np.linalg.norm(value[rows] - clean[name][rows])
+        assert error < 6e-3 * np.linalg.norm(clean[name][rows]), name
+
+
+@paths
+def test_seen_rows_do_spoil(path):
+    case = Case(masks.causal(100))
+    q, k, v, dout, dlse = case.operands()
+    got = run(path, case, (q, k, v.at[40].set(np.nan), dout, dlse))
+    assert np.isnan(got["out"][40:]).all()
+    assert np.isfinite(got["out"][:40]).all()
+
+
+@paths
+def test_hostile_tables_touch_no_foreign_memory(path):
+    """Values of a table cannot be checked on the host; whatever they are, the call must return."""
+    case = Case(masks.varlen([200, 131], causal=True))
+    q, k, v, dout, dlse = case.operands()
+    table = slice_table(case.mask)
+    rng = np.random.default_rng(0)
+    for low, high in ((-400, 800), (-(2**31), 2**31 - 1)):
+        hostile = jax.tree.map(
+            lambda leaf: rng.integers(low, high, leaf.shape, np.int32, True),  # noqa: B023
+            table,
+        )
+        out, lse = path.forward(q, k, v, hostile, **case.options)
+        grads = path.backward(dout, q, k, v, lse, dlse, hostile, **case.options)
+        jax.block_until_ready((out, grads))
+    check(run(path, case), expected(case), case.dtype)
+
+
+def test_gradients_through_the_public_function():
+    case = Case(masks.varlen([120, 99, 112], causal=True), num_heads=8, num_kv_heads=2)
+    q, k, v, dout, dlse = case.operands()
+
+    def loss(q, k, v):
+        out, lse = magi_jax.flex_flash_attention(q, k, v, case.mask, return_residual=True)
+        return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32)) + jnp.sum(lse * dlse)
+
+    got = jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
+    want = expected(case)
+    for name, value in zip(("dq", "dk", "dv"), got, strict=True):
+        error = np.linalg.norm(np.asarray(value, np.float64) - want[name])
+        assert error < 8e-3 * np.linalg.norm(want[name]), name
+
+
+def test_the_device_chooses_its_kernels():
+    chosen = cuda.for_capability(CAPABILITY)
+    assert chosen.forward_paths[-1] == "sm80"
+    case = Case(masks.causal(64))
+    q, k, v, *_ = case.operands()
+    assert len(chosen.describe(q, k, v, slice_table(case.mask)).splitlines()) == 2
+
+
+def test_float32_is_refused_with_what_is_accepted():
+    q = jnp.zeros((8, 1, 64), jnp.float32)
+    with pytest.raises(NotImplementedError, match=r"float32 64/64.*this build has bfloat16 64/64"):
+        magi_jax.flex_flash_attention(q, q, q, masks.causal(8), implementation="sm80")

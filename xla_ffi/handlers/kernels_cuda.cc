@@ -1,0 +1,46 @@
+#include "xla_ffi/handlers/kernels_cuda.h"
+
+#include "xla_ffi/kernels/sm80/kernels.h"
+#ifdef MAGI_JAX_WITH_SM90
+#include "xla_ffi/kernels/sm90/forward.h"
+#endif
+
+namespace magi_jax {
+namespace {
+
+KernelChoice Refused(std::string reason) { return {"", std::move(reason)}; }
+
+KernelChoice NoPath(const std::string& path, const char* direction) {
+  return Refused("this build has no " + std::string(direction) + " kernel of path '" + path + "'");
+}
+
+}  // namespace
+
+KernelChoice ChooseForward(const std::string& path, const Problem& problem, DType out_dtype) {
+  if (path == "sm80") {
+    const std::string reason = sm80::Refuse(problem);
+    return reason.empty() ? KernelChoice{sm80::DescribeForward(problem), ""} : Refused(reason);
+  }
+#ifdef MAGI_JAX_WITH_SM90
+  if (path == "sm90") {
+    ForwardParams params = {};
+    params.problem = problem;
+    params.out_dtype = out_dtype;
+    const char* reason = sm90::RefuseForward(params);
+    if (reason != nullptr) return Refused(reason);
+    char text[256];
+    sm90::DescribeForward(problem, text, sizeof(text));
+    return {text, ""};
+  }
+#endif
+  (void)out_dtype;
+  return NoPath(path, "forward");
+}
+
+KernelChoice ChooseBackward(const std::string& path, const Problem& problem) {
+  if (path != "sm80") return NoPath(path, "backward");
+  const std::string reason = sm80::Refuse(problem);
+  return reason.empty() ? KernelChoice{sm80::DescribeBackward(problem), ""} : Refused(reason);
+}
+
+}  // namespace magi_jax
