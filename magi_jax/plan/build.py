@@ -15,6 +15,7 @@ from magi_jax.plan.lay_out import (
 )
 from magi_jax.plan.spec import PlanSpec
 from magi_jax.solver import dispatch
+from magi_jax.solver.strategies import STRATEGIES
 
 # What `chunk_size=None` aims for: enough chunks to balance with, each long enough to move well.
 CHUNKS_PER_RANK = 8
@@ -48,8 +49,10 @@ def make_plan(
     config = PlanConfig() if config is None else config
     frame = _make_frame(mask, cp_size, config, spec)
     edges = dispatch.chunk_edges(frame.seq_len, frame.chunk_size)
-    problem = dispatch.DispatchProblem(mask.slices, edges, cp_size)
-    layout = dispatch.make_layout(dispatch.STRATEGIES[config.dispatch](problem), cp_size)
+    problem = dispatch.DispatchProblem(
+        mask.slices, edges, cp_size, config.ranks_per_node, config.effort, config.search
+    )
+    layout = dispatch.make_layout(STRATEGIES[config.dispatch](problem), cp_size)
     dispatched, rolls = lay_out_dispatch(layout, frame, spec)
     calc, comm = lay_out_stages(mask.slices, layout, frame, config.overlap, spec)
     sizes = make_spec(frame, dispatched, rolls, calc, comm)

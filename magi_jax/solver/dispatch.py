@@ -1,13 +1,12 @@
 """Dispatch: which rank owns which tokens.
 
 A strategy cuts ``[0, seq_len)`` into units and gives each to a rank. All have the signature
-``strategy(problem) -> Assignment`` and are chosen by name from `STRATEGIES`. Units may have any
+``strategy(problem) -> Assignment`` and are chosen by name from `strategies.STRATEGIES`. Units may have any
 lengths; the ones here use whole chunks, with ``floor(C / cp)`` or ``ceil(C / cp)`` of the ``C``
 chunks per rank.
 """
 
 import heapq
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +22,17 @@ class DispatchProblem(NamedTuple):
         slices: tight visible slices ``[A, 6]``, int64.
         edges: chunk edges ``[C + 1]`` from 0 to ``seq_len``.
         cp_size: number of ranks.
+        ranks_per_node: ranks that share a fast link; None = all of them.
+        effort: "fast" or "high"; how long `balanced` searches.
+        search: "compiled" or "numpy"; what `balanced` searches with. Both find the same.
     """
 
     slices: np.ndarray
     edges: np.ndarray
     cp_size: int
+    ranks_per_node: int | None = None
+    effort: str = "fast"
+    search: str = "compiled"
 
 
 class Assignment(NamedTuple):
@@ -151,9 +156,6 @@ def lpt(problem: DispatchProblem) -> Assignment:
         owner[chunk] = rank
         heapq.heappush(heap, (load + float(area[chunk]), rank))
     return Assignment(problem.edges, owner)
-
-
-STRATEGIES = MappingProxyType({"contiguous": contiguous, "zigzag": zigzag, "lpt": lpt})
 
 
 def _chunk_counts(problem: DispatchProblem) -> np.ndarray:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from magi_jax import masks
 from magi_jax.solver import dispatch
 from magi_jax.solver.dispatch import DispatchProblem
+from magi_jax.solver.strategies import STRATEGIES
 
 CHUNKED = ("contiguous", "zigzag", "lpt")
 
@@ -26,7 +27,7 @@ def problem_of(mask, chunk_size, cp_size):
 def test_counts_are_equal_up_to_one_chunk(length, chunk_size, cp_size, name, causal):
     mask = masks.causal(length) if causal else masks.empty(length)
     problem = problem_of(mask, chunk_size, cp_size)
-    assignment = dispatch.STRATEGIES[name](problem)
+    assignment = STRATEGIES[name](problem)
     chunks = np.bincount(assignment.owner, minlength=cp_size)
     assert chunks.max() - chunks.min() <= 1
     tokens = np.bincount(assignment.owner, weights=np.diff(problem.edges), minlength=cp_size)

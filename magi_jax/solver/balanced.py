@@ -1,0 +1,210 @@
+"""Dispatch that weighs communication and balance: the default strategy.
+
+Several greedy passes give starting points that differ in how dear they hold a key row; short searches
+compare them, and a longer search exchanges units of the best one until the time is used up. The worst
+rank's rows, received or sent, and the worst node's rows are brought down while no rank's area rises beyond
+a limit. The same problem always gets the same answer. See docs/planner.md.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from magi_jax.solver.balanced_numpy import NumpyPlacement
+from magi_jax.solver.balanced_units import Units, make_units
+from magi_jax.solver.dispatch import Assignment, DispatchProblem, contiguous, zigzag
+
+# Area of a rank over the mean: what the search aims for, and what it takes for balanced.
+AREA_TARGET = 1.010
+AREA_LIMIT = 1.014
+# Starting points which cannot be mended in the time at hand are not tried.
+MAX_START_IMBALANCE = 1.25
+# A regular placement is taken without a search when it is this close to its bounds.
+SETTLED_IMBALANCE = 1.002
+SETTLED_GAP = 1.001
+# How much a whole sequence's rows, summed over ranks, count beside the worst rank's.
+TOTAL_WEIGHT = 0.01
+# How steeply imbalance beyond AREA_LIMIT raises the cost of a placement.
+OVERLOAD_COST = 100.0
+# Fixed time of a proposed exchange, in spans.
+SPANS_OF_A_MOVE = 15
+PROBE_SEED, SEARCH_SEED = 2, 3
+
+
+class GreedyWeights(NamedTuple):
+    """What a greedy pass charges for key rows, in means of a rank; area costs 1.
+
+    Attributes:
+        volume: a row that is new to the rank.
+        held: a row that the rank holds already, over ``volume``: spreads rows over ranks.
+        sent: a row that the rank has to send already, over ``volume``.
+        node: a row that is new to the node, over ``volume``.
+        node_held: a row that the node holds already, over ``node``.
+        area_limit: area of a rank over the mean beyond which the cost rises steeply.
+    """
+
+    volume: float
+    held: float
+    sent: float
+    node: float
+    node_held: float
+    area_limit: float = 1.01
+
+
+STARTS = (
+    GreedyWeights(volume=0.1, held=0.3, sent=0.1, node=1.0, node_held=0.3),
+    GreedyWeights(volume=0.1, held=0.3, sent=0.0, node=0.3, node_held=0.3),
+    GreedyWeights(volume=0.1, held=0.3, sent=0.3, node=0.3, node_held=0.3),
+    GreedyWeights(volume=0.3, held=0.0, sent=0.1, node=1.0, node_held=0.0),
+    GreedyWeights(volume=0.03, held=0.3, sent=0.1, node=1.0, node_held=0.3),
+)
+
+
+class Effort(NamedTuple):
+    """How long to search.
+
+    Attributes:
+        probe: proposed exchanges for each starting point.
+        work: proposed exchanges of the search from the best one, times the spans that one touches.
+        temperature: rise of the potential that is accepted at first.
+    """
+
+    probe: int
+    work: int
+    temperature: float
+
+
+EFFORTS = {"fast": Effort(1000, 500_000, 0.1), "high": Effort(5000, 8_000_000, 0.3)}
+
+
+def balanced(problem: DispatchProblem) -> Assignment:
+    """Places chunks so that the worst rank moves few rows and none computes much more than the mean.
+
+    Raises:
+        ValueError: ``ranks_per_node`` does not divide ``cp_size``, or ``effort`` or ``search`` is
+            unknown.
+        ImportError: ``search="compiled"`` and the extension module is not built.
+    """
+    per_node = node_size(problem)
+    if problem.effort not in EFFORTS:
+        raise ValueError(f"effort must be one of {sorted(EFFORTS)}, got {problem.effort!r}")
+    make_placement = placement_maker(problem.search)
+    units = make_units(problem)
+    if problem.cp_size == 1 or not units.area.any():
+        return contiguous(problem)
+    placement = make_placement(units, problem.cp_size, per_node)
+    starts = [_expand(strategy(problem), units, problem) for strategy in (contiguous, zigzag)]
+    owner = _settled(starts, placement, units, problem)
+    if owner is None:
+        owner = _search(starts, placement, units, problem)
+    return Assignment(units.edges, owner[: len(units.chunk)].astype(np.int64))
+
+
+def node_size(problem: DispatchProblem) -> int:
+    """Ranks of a node; all of them when the problem names no nodes or is smaller than one.
+
+    Raises:
+        ValueError: the ranks do not fill whole nodes.
+    """
+    per_node = problem.ranks_per_node
+    if per_node is None or per_node >= problem.cp_size:
+        return problem.cp_size
+    if per_node < 1 or problem.cp_size % per_node:
+        raise ValueError(
+            f"cp_size={problem.cp_size} is not a multiple of ranks_per_node={per_node}"
+        )
+    return per_node
+
+
+def placement_maker(search: str) -> Callable[[Units, int, int], Any]:
+    """What searches: the compiled planner, or its NumPy twin, which finds the same and is slow."""
+    if search == "numpy":
+        return NumpyPlacement
+    if search != "compiled":
+        raise ValueError(f'search must be "compiled" or "numpy", got {search!r}')
+    try:
+        from magi_jax._planner import PlacementProblem
+    except ImportError as error:
+        raise ImportError(
+            "the compiled planner magi_jax._planner is not built; build the package, or choose"
+            ' search="numpy" (same plans, seconds instead of milliseconds) or dispatch="lpt"'
+        ) from error
+
+    def make(units: Units, num_ranks: int, ranks_per_node: int) -> PlacementProblem:
+        return PlacementProblem(
+            units.area, units.size, units.spare, units.rows, units.span_ptr, units.need_ptr,
+            units.needs, num_ranks, ranks_per_node,
+        )  # fmt: skip
+
+    return make
+
+
+def _expand(assignment: Assignment, units: Units, problem: DispatchProblem) -> np.ndarray:
+    """Owner of every unit when whole chunks are assigned; blanks fill the ranks that have room."""
+    chunks = np.bincount(assignment.owner, minlength=problem.cp_size)
+    blanks = np.repeat(np.arange(problem.cp_size), units.slots - chunks)
+    return np.concatenate([assignment.owner[units.chunk], blanks]).astype(np.int32)
+
+
+class _Score(NamedTuple):
+    """What a placement costs: rows of the worst rank and node and of all ranks, and imbalance."""
+
+    rank_rows: int
+    node_rows: int
+    total_rows: int
+    imbalance: float
+
+    @property
+    def cost(self) -> float:
+        rows = self.rank_rows + self.node_rows + TOTAL_WEIGHT * self.total_rows
+        return (rows + 1) * (1 + OVERLOAD_COST * max(self.imbalance - AREA_LIMIT, 0.0))
+
+
+def _score(placement: Any, owner: np.ndarray, cp_size: int) -> _Score:
+    rows, area = placement.measure(owner)
+    return _Score(
+        rank_rows=int(rows[: 2 * cp_size].max()),
+        node_rows=int(rows[2 * cp_size :].max()),
+        total_rows=int(rows[:cp_size].sum()),
+        imbalance=float(area.max() / area.mean()),
+    )
+
+
+def _settled(
+    starts: list[np.ndarray], placement: Any, units: Units, problem: DispatchProblem
+) -> np.ndarray | None:
+    """A regular placement that is balanced and as good as any can be for the worst rank and node."""
+    most = units.need_rows.max()
+    rank_bound = max(most - units.slots * units.slot, 0)
+    node_bound = max(most - units.slots * units.slot * node_size(problem), 0)
+    if rank_bound == 0:
+        return None
+    scores = [_score(placement, owner, problem.cp_size) for owner in starts]
+    fit = [
+        (score.total_rows, i)
+        for i, score in enumerate(scores)
+        if score.imbalance <= SETTLED_IMBALANCE
+        and score.rank_rows <= SETTLED_GAP * rank_bound
+        and score.node_rows <= SETTLED_GAP * node_bound
+    ]
+    return starts[min(fit)[1]] if fit else None
+
+
+def _search(
+    starts: list[np.ndarray], placement: Any, units: Units, problem: DispatchProblem
+) -> np.ndarray:
+    """Probes all starting points, then searches from the best."""
+    effort, cp_size = EFFORTS[problem.effort], problem.cp_size
+    limit = int(AREA_TARGET * units.area.sum() / cp_size)
+    order = np.lexsort((-units.area, -units.spare)).astype(np.int32)
+    capacity = (units.slots * units.slot, units.slot, units.split_chunks, units.light_area)
+    starts = [s for s in starts if _score(placement, s, cp_size).imbalance <= MAX_START_IMBALANCE]
+    starts += [placement.greedy(order, capacity, tuple(weights)) for weights in STARTS]
+    probes = [placement.refine(s, limit, effort.probe, PROBE_SEED, 1.0, 0.0) for s in starts]
+    costs = [_score(placement, owner, cp_size).cost for owner in probes]
+    best = int(np.argmin(costs))
+    spans = np.diff(units.needs, axis=1).sum() / max(len(units.area), 1)
+    moves = int(effort.work / (SPANS_OF_A_MOVE + spans))
+    found = placement.refine(probes[best], limit, moves, SEARCH_SEED, 1.0, effort.temperature)
+    return found if _score(placement, found, cp_size).cost <= costs[best] else probes[best]

@@ -1,0 +1,191 @@
+"""What the balanced dispatcher places: units, the key rows that they need, and their work.
+
+A unit is a chunk, or a part of a chunk that is too heavy for one rank. Key rows are grouped into *spans*:
+runs of rows of one unit that the same units need. Spans that no other unit needs never cross ranks and are
+left out, so that a search looks at a few hundred of them.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from magi_jax.masks import bands
+from magi_jax.solver import intervals
+from magi_jax.solver.dispatch import DispatchProblem
+
+# A chunk is split when it overloads its rank even beside light chunks, and is a good part of its work.
+OVERLOAD = 1.002
+HEAVY_SHARE = 0.4
+LIGHT_QUANTILE = 0.1
+# Its parts are to have at most this share of a rank's mean area.
+PART_SHARE = 0.55
+MAX_PARTS = 16
+MIN_PART_ROWS = 16
+# Work of heavy chunks that goes into one place, as a share of the mean: settles how many are split.
+PLACE_SHARE = 0.3
+
+
+class Units(NamedTuple):
+    """Units to place, the first ``U`` of them real, the rest blanks that fill the ranks up.
+
+    Attributes:
+        edges: ``[U + 1]`` from 0 to ``seq_len``; edges of the real units.
+        chunk: ``[U]`` chunk that each real unit is part of.
+        area: ``[U + B]`` visible cells, int64.
+        size: ``[U + B]`` tokens of the place that a unit takes, int32; only like sizes trade places.
+        spare: ``[U + B]`` 1 for units that hold fewer tokens than their size; a rank gets at most one.
+        rows: ``[V]`` key rows of each span, int32.
+        span_ptr: ``[U + B + 1]`` spans of each unit, int32.
+        need_ptr: ``[U + B + 1]`` intervals of ``needs`` of each unit, int32.
+        needs: ``[I, 2]`` intervals of spans, int32.
+        need_rows: ``[U + B]`` distinct key rows that each unit sees.
+        slot: tokens of a chunk.
+        slots: chunks of a rank at most.
+        split_chunks: chunks that are split.
+        light_area: area of a light chunk, one of the lowest tenth.
+    """
+
+    edges: np.ndarray
+    chunk: np.ndarray
+    area: np.ndarray
+    size: np.ndarray
+    spare: np.ndarray
+    rows: np.ndarray
+    span_ptr: np.ndarray
+    need_ptr: np.ndarray
+    needs: np.ndarray
+    need_rows: np.ndarray
+    slot: int
+    slots: int
+    split_chunks: int
+    light_area: float
+
+
+def make_units(problem: DispatchProblem) -> Units:
+    """Cuts the sequence into units and finds what each of them needs."""
+    edges = problem.edges
+    unit, cut = _cut_queries(problem.slices, edges)
+    area = _areas(unit, cut, len(edges) - 1)
+    light_area = float(np.quantile(area, LIGHT_QUANTILE))
+    split, parts = _chunks_to_split(area, light_area, problem)
+    slot = int(edges[1] - edges[0])
+    if len(split):
+        inner = edges[split][:, None] + slot // parts * np.arange(1, parts)
+        edges = np.sort(np.concatenate([edges, inner.ravel()]))
+        unit, cut = _cut_queries(problem.slices, edges)
+        area = _areas(unit, cut, len(edges) - 1)
+
+    num_chunks = len(problem.edges) - 1
+    slots = -(-num_chunks // problem.cp_size)
+    num_blanks = slots * problem.cp_size - num_chunks
+    chunk = np.searchsorted(problem.edges, edges[:-1], side="right") - 1
+    size = np.where(np.isin(chunk, split), slot // parts, slot)
+    spare = np.diff(edges) < size
+    rows, span_ptr, need_ptr, needs, need_rows = _needs(unit, cut, edges)
+    blank = np.zeros(num_blanks, np.int64)
+    return Units(
+        edges=edges,
+        chunk=chunk,
+        area=np.concatenate([area, blank]),
+        size=np.concatenate([size, blank + slot]).astype(np.int32),
+        spare=np.concatenate([spare, blank + 1]).astype(np.int32),
+        rows=rows.astype(np.int32),
+        span_ptr=np.concatenate([span_ptr, blank + span_ptr[-1]]).astype(np.int32),
+        need_ptr=np.concatenate([need_ptr, blank + need_ptr[-1]]).astype(np.int32),
+        needs=needs.astype(np.int32),
+        need_rows=np.concatenate([need_rows, blank]),
+        slot=slot,
+        slots=slots,
+        split_chunks=len(split),
+        light_area=light_area,
+    )
+
+
+def _cut_queries(slices: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Slices cut at query ``edges``: (unit of each piece, tight pieces ``[C, 6]``), visible ones only."""
+    source, unit = intervals.meet(
+        slices[:, bands.Q_START], slices[:, bands.Q_END], edges[:-1], edges[1:]
+    )
+    cut = bands.clip(slices[source], q_start=edges[unit], q_end=edges[unit + 1])
+    seen = bands.is_visible(cut)
+    return unit[seen], cut[seen]
+
+
+def _areas(unit: np.ndarray, cut: np.ndarray, num_units: int) -> np.ndarray:
+    # Float64 sums are exact below 2**53 cells.
+    return np.bincount(unit, weights=bands.area(cut), minlength=num_units).astype(np.int64)
+
+
+def _chunks_to_split(
+    area: np.ndarray, light_area: float, problem: DispatchProblem
+) -> tuple[np.ndarray, int]:
+    """Chunks to split and into how many equal parts.
+
+    Parts are to end up on different ranks, where something must fill the rest of their chunk's place:
+    so the lightest chunks, which are cheap to scatter, are split in the same way.
+    """
+    none = np.zeros(0, np.int64), 1
+    edges = problem.edges
+    slot = int(edges[1] - edges[0])
+    mean = area.sum() / problem.cp_size
+    others = -(-len(area) // problem.cp_size) - 1
+    may_split = np.diff(edges) == slot
+    beside = area + others * light_area
+    is_heavy = (beside > OVERLOAD * mean) & (area > HEAVY_SHARE * mean) & may_split
+    heavy = np.flatnonzero(is_heavy)
+    if not len(heavy):
+        return none
+    parts = 1
+    while parts < MAX_PARTS and slot % (2 * parts) == 0 and slot >= 2 * parts * MIN_PART_ROWS:
+        parts *= 2
+        if _largest_part(heavy, parts, problem) <= PART_SHARE * mean:
+            break
+    if parts == 1:
+        return none
+    light = np.argsort(area, kind="stable")
+    light = light[may_split[light] & ~is_heavy[light]]
+    places = min(int(area[heavy].sum() / (PLACE_SHARE * mean)) + 1, len(heavy) * parts)
+    return np.sort(np.concatenate([heavy, light[: max(places - len(heavy), 0)]])), parts
+
+
+def _largest_part(chunks: np.ndarray, parts: int, problem: DispatchProblem) -> int:
+    """Largest area of a part when ``chunks`` are cut into ``parts`` equal parts."""
+    step = int(problem.edges[1] - problem.edges[0]) // parts
+    edges = np.unique(problem.edges[chunks][:, None] + step * np.arange(parts + 1))
+    unit, cut = _cut_queries(problem.slices, edges)
+    inside = np.diff(edges) == step  # the other gaps lie between chunks
+    return int(_areas(unit, cut, len(edges) - 1)[inside].max())
+
+
+def _needs(
+    unit: np.ndarray, cut: np.ndarray, edges: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Spans and needs: ``(rows, span_ptr, need_ptr, needs, need_rows)`` of `Units`, without blanks."""
+    num_units = len(edges) - 1
+    unit, begin, end = intervals.union(unit, cut[:, bands.K_START], cut[:, bands.K_END])
+    need_rows = np.bincount(unit, weights=end - begin, minlength=num_units).astype(np.int64)
+    points = np.unique(np.concatenate([edges, begin, end]))
+    first, last = np.searchsorted(points, begin), np.searchsorted(points, end)
+    needed_by = _coverage(first, last, len(points))
+    own_begin, own_end = np.maximum(begin, edges[unit]), np.minimum(end, edges[unit + 1])
+    own = own_begin < own_end
+    needed_by_owner = _coverage(
+        np.searchsorted(points, own_begin[own]), np.searchsorted(points, own_end[own]), len(points)
+    )
+    travels = needed_by > needed_by_owner
+    place = np.concatenate([[0], np.cumsum(travels)])
+    needs = np.stack([place[first], place[last]], axis=1)
+    kept = needs[:, 0] < needs[:, 1]
+    return (
+        np.diff(points)[travels],
+        place[np.searchsorted(points, edges)],
+        np.searchsorted(unit[kept], np.arange(num_units + 1)),
+        needs[kept],
+        need_rows,
+    )
+
+
+def _coverage(first: np.ndarray, last: np.ndarray, num_points: int) -> np.ndarray:
+    """How many of the index intervals ``[first, last)`` cover each gap between points, ``[points - 1]``."""
+    steps = np.bincount(first, minlength=num_points) - np.bincount(last, minlength=num_points)
+    return np.cumsum(steps)[:-1]

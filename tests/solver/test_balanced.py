@@ -1,0 +1,203 @@
+"""The balanced dispatcher: what it may do, what it must reach, and its two engines against each other."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magi_jax import masks
+from magi_jax.masks import bands
+from magi_jax.solver import dispatch, remote
+from magi_jax.solver.balanced import STARTS, balanced, placement_maker
+from magi_jax.solver.balanced_units import make_units
+from magi_jax.solver.dispatch import DispatchProblem
+from magi_jax.testing.cases import mask_cases
+
+SQUARE = {name: mask for name, mask in mask_cases(384).items() if mask.q_len == mask.k_len}
+TRAINING = ("varlen_full", "varlen_causal", "varlen_block_causal", "shared_question", "prefix_lm")
+
+
+def problem_of(mask, chunk_size, cp_size, **options):
+    edges = dispatch.chunk_edges(mask.q_len, chunk_size)
+    return DispatchProblem(mask.slices, edges, cp_size, **options)
+
+
+def measure(assignment, problem, per_node):
+    """(received, sent, entering each node, area) per rank, from the dense mask, row by row."""
+    cp_size, length = problem.cp_size, int(problem.edges[-1])
+    owner = np.repeat(assignment.owner, np.diff(assignment.edges))
+    dense = masks.AttnMask(problem.slices, length, length).dense()
+    needs = np.stack([dense[owner == rank].any(axis=0) for rank in range(cp_size)])
+    far = needs & (owner != np.arange(cp_size)[:, None])
+    node_needs = needs.reshape(-1, per_node, length).any(axis=1)
+    entering = node_needs & (owner // per_node != np.arange(cp_size // per_node)[:, None])
+    area = np.bincount(owner, weights=dense.sum(axis=1), minlength=cp_size)
+    sent = np.bincount(owner, weights=far.sum(axis=0), minlength=cp_size)
+    return far.sum(axis=1), sent, entering.sum(axis=1), area
+
+
+@given(
+    length=st.integers(1, 300),
+    chunk_size=st.integers(1, 40),
+    cp_size=st.integers(1, 12),
+    name=st.sampled_from(["causal", "full", "empty", "window", "documents", "global"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_tokens_are_equal_up_to_one_chunk(length, chunk_size, cp_size, name):
+    lengths = [length // 3, length // 7, length - length // 3 - length // 7]
+    mask = {
+        "causal": lambda: masks.causal(length),
+        "full": lambda: masks.full(length),
+        "empty": lambda: masks.empty(length),
+        "window": lambda: masks.local(length, window=(9, 0)),
+        "documents": lambda: masks.varlen(lengths, causal=True),
+        "global": lambda: masks.causal(length) | masks.global_rows(length, rows=(0, 1)),
+    }[name]()
+    assignment = balanced(problem_of(mask, chunk_size, cp_size))
+    assert assignment.edges[[0, -1]].tolist() == [0, length]
+    assert (np.diff(assignment.edges) > 0).all()
+    tokens = np.bincount(assignment.owner, weights=np.diff(assignment.edges), minlength=cp_size)
+    assert len(tokens) == cp_size
+    assert tokens.max() - tokens.min() <= chunk_size
+    num_chunks = math.ceil(length / chunk_size)
+    assert tokens.max() <= math.ceil(num_chunks / cp_size) * chunk_size
+
+
+@pytest.mark.parametrize("name", ["varlen_causal", "block_causal_global", "zero_length_documents"])
+def test_compiled_and_numpy_searches_are_the_same(name):
+    problem = problem_of(SQUARE[name], 16, 8, ranks_per_node=4)
+    compiled = balanced(problem)
+    twin = balanced(problem._replace(search="numpy"))
+    assert compiled.edges.tolist() == twin.edges.tolist()
+    assert compiled.owner.tolist() == twin.owner.tolist()
+
+
+@pytest.mark.parametrize("name", sorted(SQUARE))
+@pytest.mark.parametrize("engine", ["compiled", "numpy"])
+def test_loads_are_those_of_the_dense_mask(name, engine):
+    problem = problem_of(SQUARE[name], 16, 6)
+    units = make_units(problem)
+    placement = placement_maker(engine)(units, 6, 3)
+    owner = np.random.default_rng(len(name)).integers(0, 6, len(units.area)).astype(np.int32)
+    rows, area = placement.measure(owner)
+    real = dispatch.Assignment(units.edges, owner[: len(units.chunk)])
+    received, sent, entering, dense_area = measure(real, problem, 3)
+    assert rows[:6].tolist() == received.tolist()
+    assert rows[6:12].tolist() == sent.tolist()
+    assert rows[12:14].tolist() == entering.tolist()
+    assert area.tolist() == dense_area.tolist()
+
+
+@pytest.mark.parametrize("name", sorted(SQUARE))
+def test_engines_take_the_same_steps(name):
+    """The compiled search updates counts and the twin measures anew, so each checks the other."""
+    problem = problem_of(SQUARE[name], 8, 8)
+    units = make_units(problem)
+    order = np.lexsort((-units.area, -units.spare)).astype(np.int32)
+    capacity = (units.slots * units.slot, units.slot, units.split_chunks, units.light_area)
+    limit = int(1.01 * units.area.sum() / 8)
+    engines = [placement_maker(engine)(units, 8, 2) for engine in ("compiled", "numpy")]
+    weights = tuple(STARTS[len(name) % len(STARTS)])
+    start, twin_start = (engine.greedy(order, capacity, weights) for engine in engines)
+    assert start.tolist() == twin_start.tolist()
+    found, twin = (engine.refine(start, limit, 800, 7, 0.5, 0.5) for engine in engines)
+    assert found.tolist() == twin.tolist()
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_moves_less_than_lpt_at_like_balance(name):
+    mask = mask_cases(8192)[name]
+    problem = problem_of(mask, 64, 16, ranks_per_node=4)
+    rows, nodes, imbalance = {}, {}, {}
+    for strategy in (dispatch.lpt, balanced):
+        layout = dispatch.make_layout(strategy(problem), 16)
+        cut = remote.cut_queries(mask.slices, layout)
+        far = remote.remote_ranges(cut, layout)
+        size = far.end - far.begin
+        received, sent = np.bincount(far.dst, size, 16), np.bincount(far.src, size, 16)
+        area = np.bincount(cut.rank, bands.area(cut.slices), 16)
+        rows[strategy] = max(received.max(), sent.max())
+        nodes[strategy] = np.bincount(far.dst // 4, size, 4).max()
+        imbalance[strategy] = area.max() / area.mean()
+    assert imbalance[balanced] <= max(1.015, imbalance[dispatch.lpt])
+    assert rows[balanced] <= 0.95 * rows[dispatch.lpt]
+    assert nodes[balanced] <= 0.95 * nodes[dispatch.lpt]
+
+
+def test_windows_stay_contiguous():
+    problem = problem_of(masks.local(8192, window=(127, 0)), 128, 8)
+    received, sent, _, _ = measure(balanced(problem), problem, 8)
+    assert received.max() == sent.max() == 127
+    assert received.sum() == 7 * 127
+
+
+def test_causal_is_a_zigzag_at_exact_balance():
+    problem = problem_of(masks.causal(4096), 64, 8)
+    received, _, _, area = measure(balanced(problem), problem, 8)
+    # Three quarters of an all-gather, less the rows that a rank's first half shard sees of its own.
+    assert received.sum() == 0.75 * 7 * 4096
+    assert area.max() == area.min()
+
+
+def test_chunks_too_heavy_for_balance_are_split():
+    mask = masks.uniform_block_causal([512] * 16, 64) | masks.global_rows(8192, rows=(8092, 8192))
+    problem = problem_of(mask, 128, 8)
+    units = make_units(problem)
+    assert len(units.edges) > len(problem.edges)
+    whole = np.isin(problem.edges, units.edges)
+    assert whole.all()
+    for strategy, most in ((dispatch.lpt, np.inf), (balanced, 1.05)):
+        area = measure(strategy(problem), problem, 8)[3]
+        assert area.max() / area.mean() <= most
+
+
+def test_even_masks_are_not_split():
+    for mask in (masks.full(1024), masks.local(1024, window=(99, 0)), masks.causal(1024)):
+        problem = problem_of(mask, 16, 8)
+        assert make_units(problem).edges.tolist() == problem.edges.tolist()
+
+
+def test_high_effort_is_not_worse():
+    problem = problem_of(mask_cases(4096)["varlen_causal"], 64, 8)
+    fast = measure(balanced(problem), problem, 8)
+    high = measure(balanced(problem._replace(effort="high")), problem, 8)
+    assert max(high[0].max(), high[1].max()) <= 1.02 * max(fast[0].max(), fast[1].max())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks_per_node": 3}, "cp_size=8 is not a multiple of ranks_per_node=3"),
+        ({"effort": "extreme"}, "effort must be one of"),
+        ({"search": "quantum"}, "search must be"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        balanced(problem_of(masks.causal(256), 16, 8, **options))
+
+
+def test_a_machine_smaller_than_a_node_is_one_node():
+    problem = problem_of(SQUARE["varlen_causal"], 16, 4)
+    alone = balanced(problem._replace(ranks_per_node=8))
+    assert alone.owner.tolist() == balanced(problem).owner.tolist()
+
+
+@pytest.mark.parametrize(
+    ("mask", "chunk_size", "cp_size"),
+    [
+        (masks.causal(5), 1, 8),
+        (masks.causal(300), 128, 64),
+        (masks.empty(512), 16, 8),
+        (masks.varlen(np.ones(20000, np.int64), causal=True), 128, 8),
+        (masks.AttnMask.from_slices([(0, 1)], [(511, 512)], 0, 512), 16, 8),
+    ],
+    ids=["shorter than cp", "fewer chunks than ranks", "empty", "tiny documents", "one cell"],
+)
+def test_unusual_input(mask, chunk_size, cp_size):
+    problem = problem_of(mask, chunk_size, cp_size)
+    assignment = balanced(problem)
+    assert assignment.edges[-1] == mask.q_len
+    assert ((assignment.owner >= 0) & (assignment.owner < cp_size)).all()

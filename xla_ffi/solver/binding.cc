@@ -1,0 +1,100 @@
+// The extension module magi_jax._planner. It needs neither XLA nor JAX, so that a data-loading process may
+// import it. Arrays are checked for length here; their meaning is the caller's affair.
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
+#include "xla_ffi/solver/problem.h"
+
+namespace magi_jax::solver {
+namespace {
+
+namespace py = pybind11;
+template <typename T>
+using Array = py::array_t<T, py::array::c_style>;
+
+// Keeps the arrays alive that a Problem points into.
+class PlacementProblem {
+ public:
+  PlacementProblem(Array<int64_t> area, Array<int32_t> size, Array<int32_t> spare, Array<int32_t> rows,
+                   Array<int32_t> span_ptr, Array<int32_t> need_ptr, Array<int32_t> needs,
+                   int32_t num_ranks, int32_t ranks_per_node)
+      : area_(std::move(area)), size_(std::move(size)), spare_(std::move(spare)), rows_(std::move(rows)),
+        span_ptr_(std::move(span_ptr)), need_ptr_(std::move(need_ptr)), needs_(std::move(needs)) {
+    const py::ssize_t units = area_.size();
+    if (size_.size() != units || spare_.size() != units || span_ptr_.size() != units + 1 ||
+        need_ptr_.size() != units + 1 || needs_.size() % 2 != 0)
+      throw std::invalid_argument("arrays of a placement problem do not fit together");
+    if (num_ranks < 1 || ranks_per_node < 1 || num_ranks % ranks_per_node != 0)
+      throw std::invalid_argument("num_ranks must be a positive multiple of ranks_per_node");
+    problem_ = {area_.data(), size_.data(), spare_.data(), rows_.data(), span_ptr_.data(),
+                need_ptr_.data(), reinterpret_cast<const Interval*>(needs_.data()),
+                static_cast<int32_t>(units), static_cast<int32_t>(rows_.size()), num_ranks,
+                ranks_per_node};
+  }
+
+  Array<int32_t> RunGreedy(const Array<int32_t>& order, std::tuple<int64_t, int32_t, int32_t, double> capacity,
+                           std::tuple<double, double, double, double, double, double> weights) const {
+    CheckUnits(order);
+    Array<int32_t> owner(problem_.num_units);
+    const auto [tokens, slot, part_slots, light_area] = capacity;
+    const auto [volume, held, sent, node, node_held, area_limit] = weights;
+    if (!Greedy(problem_, order.data(), {tokens, slot, part_slots, light_area},
+                {volume, held, sent, node, node_held, area_limit}, owner.mutable_data()))
+      throw std::invalid_argument("the ranks have no room for all units");
+    return owner;
+  }
+
+  Array<int32_t> RunRefine(const Array<int32_t>& owner, int64_t area_limit, int64_t moves, uint64_t seed,
+                           double node_weight, double temperature) const {
+    CheckOwner(owner);
+    Array<int32_t> out(problem_.num_units);
+    std::copy(owner.data(), owner.data() + owner.size(), out.mutable_data());
+    Refine(problem_, {area_limit, moves, seed, node_weight, temperature}, out.mutable_data());
+    return out;
+  }
+
+  py::tuple RunMeasure(const Array<int32_t>& owner) const {
+    CheckOwner(owner);
+    const Loads loads = Measure(problem_, owner.data());
+    return py::make_tuple(Array<int64_t>(loads.rows.size(), loads.rows.data()),
+                          Array<int64_t>(loads.area.size(), loads.area.data()));
+  }
+
+ private:
+  void CheckUnits(const Array<int32_t>& units) const {
+    if (units.size() != problem_.num_units) throw std::invalid_argument("one entry per unit is needed");
+    for (py::ssize_t i = 0; i < units.size(); ++i)
+      if (units.data()[i] < 0 || units.data()[i] >= problem_.num_units)
+        throw std::invalid_argument("a unit is out of range");
+  }
+  void CheckOwner(const Array<int32_t>& owner) const {
+    if (owner.size() != problem_.num_units) throw std::invalid_argument("one owner per unit is needed");
+    for (py::ssize_t i = 0; i < owner.size(); ++i)
+      if (owner.data()[i] < 0 || owner.data()[i] >= problem_.num_ranks)
+        throw std::invalid_argument("an owner is out of range");
+  }
+
+  Array<int64_t> area_;
+  Array<int32_t> size_, spare_, rows_, span_ptr_, need_ptr_, needs_;
+  Problem problem_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(_planner, m) {
+  m.doc() = "Compiled search of magi_jax.solver: placing units of a sequence on ranks.";
+  py::class_<PlacementProblem>(m, "PlacementProblem")
+      .def(py::init<Array<int64_t>, Array<int32_t>, Array<int32_t>, Array<int32_t>, Array<int32_t>,
+                    Array<int32_t>, Array<int32_t>, int32_t, int32_t>())
+      .def("greedy", &PlacementProblem::RunGreedy)
+      .def("refine", &PlacementProblem::RunRefine)
+      .def("measure", &PlacementProblem::RunMeasure);
+}
+
+}  // namespace magi_jax::solver
