@@ -75,8 +75,8 @@ def group_reduce(
     fixed.
 
     Args:
-        y: for "sum" a pytree of arrays ``[dst_rows, ...]`` (booleans are or'ed); for "lse" a pair ``(out, lse)`` of
-            partial attention results ``[dst_rows, N, Hv]`` and ``[dst_rows, N]``.
+        y: for "sum" a pytree of arrays ``[dst_rows, ...]`` (booleans are or'ed); for "lse" a pair
+            ``(out, lse)`` of partial results ``[dst_rows, N, Hv]`` and ``[dst_rows, N]``.
         comm: the transfer, with its ``[cp]`` axis sharded, whole or already stripped.
         axis_name: mesh axis whose ranks exchange rows.
         op: "sum", or "lse": ``out`` averaged with the weights ``exp(lse)``, ``lse`` log-sum-exp'ed.

@@ -22,7 +22,7 @@ def forward(stages: Stages, q, k, v, sinks, plan: AttentionPlan):
     if q.ndim == 3:
         return _forward(stages, q, k, v, sinks, plan)
     batch = q.shape[0]
-    sinks = None if sinks is None else jnp.tile(sinks, batch)
+    sinks = _repeat(sinks, batch)
     out, lse, kept = _forward(stages, *map(_fold, (q, k, v)), sinks, plan)
     return _unfold(out, batch), _unfold(lse, batch), kept
 
@@ -43,11 +43,11 @@ def backward(stages: Stages, cotangents, results, operands, plan: AttentionPlan)
     batch = q.shape[0]
     cotangents = tuple(map(_fold, cotangents))
     results = (*map(_fold, results[:2]), results[2])
-    tiled = None if sinks is None else jnp.tile(sinks, batch)
     *gradients, dsinks = _backward(
-        stages, cotangents, results, (*map(_fold, (q, k, v)), tiled), plan
+        stages, cotangents, results, (*map(_fold, (q, k, v)), _repeat(sinks, batch)), plan
     )
-    dsinks = None if sinks is None else dsinks.reshape(batch, -1).sum(0)
+    if sinks is not None:
+        dsinks = dsinks.reshape(*sinks.shape[:-1], batch, -1).sum(-2)
     return *(_unfold(g, batch) for g in gradients), dsinks
 
 
@@ -64,6 +64,11 @@ def _fold(x: jax.Array) -> jax.Array:
     """``[B, T, N, ...]`` to ``[T, B * N, ...]``."""
     x = jnp.swapaxes(x, 0, 1)
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
+
+
+def _repeat(sinks: jax.Array | None, batch: int) -> jax.Array | None:
+    """Sinks ``[..., N]`` of each sequence's heads, ``[..., B * N]``."""
+    return None if sinks is None else jnp.tile(sinks, batch)
 
 
 def _unfold(x: jax.Array, batch: int) -> jax.Array:

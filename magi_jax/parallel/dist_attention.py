@@ -11,15 +11,14 @@ from jax.sharding import AbstractMesh, Mesh
 
 from magi_jax.comm.group_collectives import get_transport
 from magi_jax.comm.manual_axes import make_varying, varying_axes
-from magi_jax.ops import get_implementation
+from magi_jax.ops import CONTEXT_NAME, Implementation, get_implementation
 from magi_jax.parallel import batch
 from magi_jax.parallel.operands import Specs, check_operands, check_shapes, find_specs
 from magi_jax.parallel.region import AxisNames, Region, find_region, reshard, run
 from magi_jax.parallel.stages import Stages
 from magi_jax.plan import AttentionPlan
 
-# Names for `jax.checkpoint_policies.save_only_these_names`.
-CONTEXT_NAME = "context"
+# With `CONTEXT_NAME`, a name for `jax.checkpoint_policies.save_only_these_names`.
 REMOTE_KV_NAME = "remote_kv"
 
 
@@ -50,7 +49,7 @@ def dist_attention(
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    implementation: str | None = None,
+    implementation: str | Implementation | None = None,
     batch_axes: AxisNames = None,
     head_axis: AxisNames = None,
     return_lse: bool = False,
@@ -78,8 +77,9 @@ def dist_attention(
         mesh: the mesh, where the context has none.
         scale: factor of the logits; None is ``H ** -0.5``.
         logits_soft_cap: logits become ``cap * tanh(logits / cap)``; None for no cap.
-        sinks: ``[N]``, a logit that joins the softmax of every row of its head and has no value.
-        implementation: kernel to use; None chooses by platform.
+        sinks: ``[N]``, or ``[X, N]`` for several: logits that join the softmax of every row of their
+            head and have no value.
+        implementation: kernel to use, by name or itself; None chooses by platform.
         batch_axes: automatic mesh axes that B is sharded over.
         head_axis: automatic mesh axes that N and K are sharded over.
         return_lse: whether to return the log-sum-exp too.
@@ -99,8 +99,8 @@ def dist_attention(
     sinks = None if sinks is None else jnp.asarray(sinks)
     region = find_region(axis_name, mesh, "dist_attention")
     check_shapes(q, k, v)
-    specs = find_specs(region, q, k, v, plan, batch_axes, head_axis)
-    check_operands(region, specs, q, k, v, sinks, plan)
+    specs = find_specs(region, (q, k, v, sinks), plan, batch_axes, head_axis)
+    check_operands(region, specs, (q, k, v, sinks), plan)
     stages = Stages(
         implementation=get_implementation(implementation),
         axis_name=axis_name,

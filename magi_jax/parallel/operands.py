@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec as P
 from magi_jax.parallel.region import AxisNames, Region, as_tuple, check_axes, explicit_entries
 from magi_jax.plan import AttentionPlan
 
+Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]  # q, k, v, sinks
+
 
 @dataclass(frozen=True)
 class Specs:
@@ -20,6 +22,7 @@ class Specs:
         heads: axes of the heads.
         batched: whether arrays have a batch axis.
         stacked: whether the plan has a replica for each sequence of the batch.
+        sinks_rank: dimensions of the sinks.
     """
 
     batch: tuple[str, ...]
@@ -27,6 +30,7 @@ class Specs:
     heads: tuple[str, ...]
     batched: bool
     stacked: bool
+    sinks_rank: int
 
     @property
     def lse(self) -> P:
@@ -45,8 +49,8 @@ class Specs:
 
     @property
     def sinks(self) -> P:
-        """``[N]``."""
-        return P(self.heads)
+        """``[N]`` or ``[X, N]``."""
+        return P(*[None] * (self.sinks_rank - 1), self.heads)
 
     @property
     def kept(self) -> P:
@@ -61,14 +65,13 @@ class Specs:
 
 def find_specs(
     region: Region,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    operands: Operands,
     plan: AttentionPlan,
     batch_axes: AxisNames,
     head_axis: AxisNames,
 ) -> Specs:
     """Shardings of the operands: from types where axes are explicit, else from the arguments."""
+    q, k, v, sinks = operands
     batched = q.ndim == 4
     for name, axes in (("batch_axes", as_tuple(batch_axes)), ("head_axis", as_tuple(head_axis))):
         check_axes(region, axes, name)
@@ -80,7 +83,9 @@ def find_specs(
     batch += tuple(axis for axis in as_tuple(batch_axes) if axis in automatic)
     heads += tuple(axis for axis in as_tuple(head_axis) if axis in automatic)
     rows = () if region.is_local else (region.axis_name,)
-    return Specs(batch, rows, heads, batched, plan.positions.ndim == 3)
+    return Specs(
+        batch, rows, heads, batched, plan.positions.ndim == 3, 0 if sinks is None else sinks.ndim
+    )
 
 
 def _refuse_unnamed_axes(region, batch_axes, head_axis):
@@ -116,16 +121,9 @@ def _explicit_specs(region, q, k, v, batched):
     return batch, heads
 
 
-def check_operands(
-    region: Region,
-    specs: Specs,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    plan: AttentionPlan,
-) -> None:
+def check_operands(region: Region, specs: Specs, operands: Operands, plan: AttentionPlan) -> None:
     """Refuses operands that do not fit the plan or the mesh; shapes are as the caller sees them."""
+    q, k, v, sinks = operands
     if plan.cp_size != region.cp_size:
         raise ValueError(
             f"the plan is for {plan.cp_size} ranks, but mesh axis {region.axis_name!r} has"
@@ -147,8 +145,8 @@ def check_operands(
         raise ValueError(
             f"a stacked plan has one replica per sequence of a batch, but q is {q.shape}: no batch"
         )
-    if sinks is not None and sinks.shape != (q.shape[-2],):
-        raise ValueError(f"sinks must be [N] = [{q.shape[-2]}], got {sinks.shape}")
+    if sinks is not None and (sinks.ndim not in (1, 2) or sinks.shape[-1] != q.shape[-2]):
+        raise ValueError(f"sinks must be [N] or [X, N] with N = {q.shape[-2]}, got {sinks.shape}")
 
 
 def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:

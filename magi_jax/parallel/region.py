@@ -107,7 +107,7 @@ def run(region: Region, fn: Callable, args: tuple, in_specs: Any, out_specs: Any
     # tracking, which custom calls and loop carries inside would not satisfy.
     names = region.open_axes or tuple(name for name, _ in region.shape)
     inner = jax.shard_map(
-        fn,
+        lambda *args: fn(*_forget_varying(args)),
         mesh=region.mesh,
         in_specs=in_specs,
         out_specs=out_specs,
@@ -115,6 +115,19 @@ def run(region: Region, fn: Callable, args: tuple, in_specs: Any, out_specs: Any
         check_vma=False,
     )
     return make_varying(inner(*args), union)
+
+
+def _forget_varying(tree: Any) -> Any:
+    """The same values, of which JAX no longer knows over which axes of an outer `shard_map` they vary.
+
+    Arguments bring that along into a `shard_map` that does not track it, where custom calls and
+    `pcast` then trip over it. Results of operations there do not have it, so a shape is changed and
+    changed back, which costs nothing.
+    """
+    return jax.tree.map(
+        lambda x: jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,)) if varying_axes(x) else x,
+        tree,
+    )
 
 
 def as_tuple(axes: AxisNames) -> tuple[str, ...]:
@@ -151,7 +164,7 @@ def reshard(region: Region, tree: Any, spec: PartitionSpec) -> Any:
 
 
 def in_turns(fn: Callable, arrays: Any, tables: Any) -> Any:
-    """Stacks ``fn(arrays[b], tables[b])`` over the index ``b`` of the leading axis of all leaves."""
+    """``fn(arrays[b], tables[b])`` for each index ``b`` of the leading axis, stacked."""
     if jax.tree.leaves(arrays)[0].shape[0] == 1:
         first = jax.tree.map(lambda x: x[0], (arrays, tables))
         return jax.tree.map(lambda x: x[None], fn(*first))

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from magi_jax.comm import group_cast, group_reduce
-from magi_jax.ops import Implementation
+from magi_jax.ops import Implementation, add_sinks, sinks_gradient
 from magi_jax.parallel.overlap import after, barrier, on_communication_stream
-from magi_jax.parallel.sinks import apply_sinks, sinks_gradient
 from magi_jax.plan import AttentionPlan, CommMeta
 
 KeysValues = tuple[jax.Array, jax.Array]
@@ -60,7 +59,7 @@ class Stages:
                 q, *keys_values, table, accumulate=(out, lse), out_dtype=jnp.float32, **options
             )
         if sinks is not None:
-            out, lse = apply_sinks(out, lse, sinks)
+            out, lse = add_sinks(out, lse, sinks)
         return out.astype(q.dtype), lse, tuple(kept) if self.keep_remote_kv else ()
 
     def backward(

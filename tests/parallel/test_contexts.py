@@ -1,4 +1,5 @@
-"""`dist_attention` wherever a user may call it from: equal to the float64 oracle in every context."""
+"""`dist_attention` wherever a user may call it from: equal to the float64 oracle in every"
+" context."""
 
 import functools
 
@@ -64,7 +65,8 @@ def test_inside_a_shard_map(check_vma, plan_spec, rng):
 
 
 def test_gradient_taken_inside_a_shard_map(rng):
-    """The loss is a psum there; the sinks are replicated, so their gradient is summed over ranks."""
+    """The loss is a psum there; the sinks are replicated, so their gradient is summed over"
+    " ranks."""
     mask = some_mask(rng)
     plan = make_plan(mask, 4, CONFIG)
     problem = random_problem(rng, SIZE)
@@ -100,7 +102,8 @@ def test_gradient_taken_inside_a_shard_map(rng):
 
 
 def batch_problem(rng, batch, kind, mesh):
-    """A batch on a dp x cp x tp mesh, with its natural shardings, and one mask for each sequence."""
+    """A batch on a dp x cp x tp mesh, with its natural shardings, and one mask for each"
+    " sequence."""
     problem = random_problem(rng, SIZE, lead=(batch,))
     tensor = NamedSharding(mesh, P("dp", "cp", "tp"))
 
@@ -260,8 +263,8 @@ def test_scan_over_rematerialised_layers_with_two_plans(rng):
         transfers[name] = count_transfers(lowered)
         dx, dweights = lowered.compile()(arrays.q, weights, arrays.dout, plans)
         back = dispatched(problem._replace(q=np.asarray(wanted[0])), plan).q
-        np.testing.assert_allclose(dx, back, rtol=2e-3, atol=2e-4)
-        np.testing.assert_allclose(dweights, wanted[1], rtol=2e-3, atol=2e-3)
+        for got, want in ((dx, back), (dweights, wanted[1])):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
     # Saving the results of attention makes a second forward pass needless.
     assert transfers["plain"] == transfers["context"] < transfers["nothing"]
 

@@ -192,22 +192,22 @@ def test_refusals(rng):
     x, mesh = np.zeros((53, 2), np.float32), make_mesh(dp=2, cp=4)
     device = jnp.asarray(x)
     rows = 4 * plan.spec.local_len
-    with pytest.raises(ValueError, match="dispatch needs 53 rows on axis 0, got shape \\(52, 2\\)"):
+    with pytest.raises(ValueError, match=r"dispatch needs 53 rows on axis 0, got shape \(52, 2\)"):
         dispatch(x[1:], plan)
     with pytest.raises(ValueError, match=f"undispatch needs {rows} rows on axis 0 of the whole"):
         undispatch(device, plan, mesh=mesh)
     with pytest.raises(
-        ValueError, match="a roll by 5; it has \\(-1, 2, 30\\).*PlanConfig.roll_shifts"
+        ValueError, match=r"a roll by 5; it has \(-1, 2, 30\).*PlanConfig.roll_shifts"
     ):
         roll(jnp.zeros(rows), plan, 5, mesh=mesh)
-    with pytest.raises(ValueError, match="dispatch finds no mesh.*jax.set_mesh"):
+    with pytest.raises(ValueError, match=r"dispatch finds no mesh.*jax.set_mesh"):
         dispatch(device, plan)
     with pytest.raises(ValueError, match="axis_name='sp', which is no axis of the mesh"):
         dispatch(device, plan, "sp", mesh=mesh)
     with pytest.raises(ValueError, match="the plan is for 4 ranks, but mesh axis 'dp' has 2"):
         dispatch(device, plan, "dp", mesh=mesh)
     with pytest.raises(
-        ValueError, match="automatic mesh axes \\['dp'\\] is not known here: pass spec="
+        ValueError, match=r"automatic mesh axes \['dp'\] is not known here: pass spec="
     ):
         jax.jit(lambda x: dispatch(x, plan, mesh=mesh))(device)
     with pytest.raises(ValueError, match="spec names 'tp'"):

@@ -1,0 +1,116 @@
+"""What does not fit is refused with the values, before anything is compiled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_problem import make_mesh
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from magi_jax import masks
+from magi_jax.parallel import DistOptions, dist_attention
+from magi_jax.plan import PlanConfig, make_plan, stack_plans
+
+PLAN = make_plan(masks.causal(30), 4, PlanConfig(chunk_size=4))
+ROWS = 4 * PLAN.spec.local_len
+
+
+def tensor(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def call(q=None, k=None, v=None, plan=PLAN, **options):
+    options.setdefault("mesh", make_mesh(cp=4))
+    q = tensor(ROWS, 4, 8) if q is None else q
+    k = tensor(*q.shape[:-2], 2, 8) if k is None else k
+    v = tensor(*k.shape[:-1], 6) if v is None else v
+    return jax.eval_shape(lambda q, k, v: dist_attention(q, k, v, plan, **options), q, k, v)
+
+
+def test_what_fits_is_accepted():
+    assert call().shape == (ROWS, 4, 6)
+    assert call(tensor(3, ROWS, 4, 8)).shape == (3, ROWS, 4, 6)
+    out, lse = call(return_lse=True, sinks=tensor(4))
+    assert (out.shape, lse.shape, lse.dtype) == ((ROWS, 4, 6), (ROWS, 4), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("match", "arguments"),
+    [
+        ("q has 30 rows.*dispatch", {"q": tensor(30, 4, 8)}),
+        (f"k has {ROWS - 1} rows.*dispatch", {"k": tensor(ROWS - 1, 2, 8)}),
+        (r"all be \[T, N, H\] or all be \[B, T, N, H\]", {"q": tensor(ROWS, 8)}),
+        (r"k \[\*B, T, K, H\]", {"k": tensor(ROWS, 2, 7)}),
+        ("q has 4 heads, which is not a multiple of the 3 of k", {"k": tensor(ROWS, 3, 8)}),
+        ("one floating dtype, got float32, float16", {"k": tensor(ROWS, 2, 8, dtype=np.float16)}),
+        ("one floating dtype", {"q": tensor(ROWS, 4, 8, dtype=np.int32)}),
+        (r"sinks must be \[N\] or \[X, N\] with N = 4, got \(5,\)", {"sinks": tensor(5)}),
+        ("for 4 ranks, but mesh axis 'cp' has 2", {"mesh": make_mesh(cp=2)}),
+        ("axis_name='sp', which is no axis", {"axis_name": "sp"}),
+        ("batch_axes names 'dq'", {"batch_axes": "dq"}),
+        ("head_axis names 'cp'", {"head_axis": "cp"}),
+        ("q has no batch axis", {"batch_axes": "dp", "mesh": make_mesh(dp=2, cp=4)}),
+        (
+            r"automatic mesh axes \['dp'\] is not known here: name them in batch_axes=",
+            {"mesh": make_mesh(dp=2, cp=4)},
+        ),
+        (
+            "the batch of 3 does not divide over the 2 shards",
+            {"q": tensor(3, ROWS, 4, 8), "batch_axes": "dp", "mesh": make_mesh(dp=2, cp=4)},
+        ),
+        ("replica per sequence of a batch", {"plan": stack_plans([PLAN, PLAN])}),
+        (
+            "the stacked plan has 2 replicas here, the batch 3",
+            {"plan": stack_plans([PLAN, PLAN]), "q": tensor(3, ROWS, 4, 8)},
+        ),
+        ("implementation must be one of", {"implementation": "magic"}),
+        ("unknown transport 'pigeon'", {"options": DistOptions(transport="pigeon")}),
+    ],
+)
+def test_refused(match, arguments):
+    with pytest.raises(ValueError, match=match):
+        call(**arguments)
+
+
+def test_heads_that_shards_do_not_divide():
+    plan = make_plan(masks.causal(30), 2, PlanConfig(chunk_size=4))
+    rows = 2 * plan.spec.local_len
+    with pytest.raises(ValueError, match=r"k has 2 heads .* the 4 shards of mesh axes"):
+        call(tensor(rows, 4, 8), plan=plan, mesh=make_mesh(cp=2, tp=4), head_axis="tp")
+
+
+def test_no_mesh_in_sight():
+    with pytest.raises(ValueError, match=r"finds no mesh.*jax.set_mesh.*legacy"):
+        call(mesh=None)
+
+
+@pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
+def test_a_legacy_mesh_context_is_not_seen():
+    with make_mesh(cp=4), pytest.raises(ValueError, match=r"finds no mesh.*legacy"):
+        call(mesh=None)
+
+
+def test_another_mesh_than_that_of_the_context():
+    with jax.set_mesh(make_mesh(cp=8)), pytest.raises(ValueError, match="but the context has"):
+        call()
+
+
+def test_explicit_rows_that_are_not_sharded():
+    mesh = make_mesh(AxisType.Explicit, cp=4)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="rows of q must be sharded over 'cp'"):
+        jax.jit(lambda q: dist_attention(q, q, q, PLAN)).lower(tensor(ROWS, 2, 8))
+    q = jax.device_put(tensor(ROWS, 2, 8), NamedSharding(mesh, P("cp")))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="must be sharded alike"):
+        jax.jit(lambda q, k: dist_attention(q, k, k, PLAN)).lower(q, tensor(ROWS, 2, 8))
+
+
+def test_local_rows_inside_a_shard_map():
+    run = jax.shard_map(
+        lambda q: dist_attention(q, q, q, PLAN),
+        mesh=make_mesh(cp=4),
+        in_specs=P(),
+        out_specs=P("cp"),
+    )
+    with pytest.raises(ValueError, match=f"q has {ROWS} rows, but the plan lays {ROWS // 4} out"):
+        jax.eval_shape(run, tensor(ROWS, 2, 8))
