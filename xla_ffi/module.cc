@@ -1,9 +1,13 @@
 // The extension module magi_jax._ffi: the table of custom calls and how the library was built.
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "xla/ffi/api/c_api.h"
 #include "xla_ffi/common/registration.h"
+#ifdef MAGI_JAX_WITH_CUDA
+#include "xla_ffi/handlers/kernels_cuda.h"
+#endif
 #include "xla_ffi/kernels/cpu/kernels.h"
 
 namespace magi_jax {
@@ -46,12 +50,42 @@ py::dict BuildInfo() {
   return info;
 }
 
+#ifdef MAGI_JAX_WITH_CUDA
+// (description, refusal), one of them empty. Extents and dtypes as in `Problem`, dtypes by name.
+py::tuple ChooseCudaKernel(const std::string& path, bool backward, const std::string& dtype,
+                           const std::string& out_dtype, const std::vector<int32_t>& extents) {
+  const auto decode = [](const std::string& name) {
+    if (name == "float32") return DType::kF32;
+    if (name == "float16") return DType::kF16;
+    if (name == "bfloat16") return DType::kBF16;
+    throw py::value_error("dtype must be float32, float16 or bfloat16, got " + name);
+  };
+  if (extents.size() != 7) throw py::value_error("extents must be (T, S, N, K, H, Hv, tile_size)");
+  Problem problem = {};
+  problem.q_len = extents[0];
+  problem.k_len = extents[1];
+  problem.num_heads = extents[2];
+  problem.num_kv_heads = extents[3];
+  problem.head_dim = extents[4];
+  problem.v_head_dim = extents[5];
+  problem.tile_size = extents[6];
+  problem.dtype = decode(dtype);
+  const KernelChoice choice = backward ? ChooseBackward(path, problem)
+                                       : ChooseForward(path, problem, decode(out_dtype));
+  return py::make_tuple(choice.description, choice.refusal);
+}
+#endif
+
 }  // namespace
 
 PYBIND11_MODULE(_ffi, m) {
   m.doc() = "Custom calls of magi_jax.";
   m.def("registrations", &Registrations, "List of (target, platform, {stage: capsule}).");
   m.def("build_info", &BuildInfo, "Versions that the library was built with, and its parts.");
+#ifdef MAGI_JAX_WITH_CUDA
+  m.def("choose_cuda_kernel", &ChooseCudaKernel,
+        "(description, refusal) of a path for (T, S, N, K, H, Hv, tile_size); one of them is empty.");
+#endif
 }
 
 }  // namespace magi_jax
