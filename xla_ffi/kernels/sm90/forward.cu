@@ -21,7 +21,7 @@ struct Instantiation {
   DType dtype;
   int head_dim, v_head_dim;
   const char* name;
-  cudaError_t (*launch)(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
+  cudaError_t (*launch)(const ForwardParams&, const KernelParams&, int clusters, cudaStream_t);
 };
 
 constexpr Instantiation kInstantiations[] = {
@@ -73,7 +73,9 @@ KernelParams MakeKernelParams(const ForwardParams& forward) {
   const int pack = 1 << params.pack_log2;
   params.num_kv_heads = problem.num_kv_heads;
   params.parts_per_group = problem.num_heads / problem.num_kv_heads / pack;
-  params.parts_per_tile = problem.tile_size / (kBlockM / pack);
+  // Two adjacent tiles must lie in one tile of the table.
+  params.cluster = problem.tile_size % (2 * kBlockM / pack) == 0 ? 2 : 1;
+  params.parts_per_tile = problem.tile_size / (params.cluster * kBlockM / pack);
   params.table_tile_size = problem.tile_size;
   const int64_t kv_head_bytes = int64_t{2} * problem.k_len * (problem.head_dim + problem.v_head_dim);
   params.section_kv_heads =
@@ -125,13 +127,13 @@ cudaError_t Forward(const ForwardParams& forward, void* scratch, cudaStream_t st
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  const int grid = std::min(params.num_work, num_sms);
-  if (params.num_work > grid) {
+  const int clusters = std::min(params.num_work, std::max(num_sms / params.cluster, 1));
+  if (params.num_work > clusters) {
     params.counter = static_cast<int*>(scratch);
     error = cudaMemsetAsync(scratch, 0, sizeof(int), stream);
     if (error != cudaSuccess) return error;
   }
-  return instantiation->launch(forward, params, grid, stream);
+  return instantiation->launch(forward, params, clusters, stream);
 }
 
 }  // namespace magi_jax::sm90

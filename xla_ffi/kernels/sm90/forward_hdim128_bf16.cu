@@ -2,9 +2,12 @@
 
 namespace magi_jax::sm90 {
 
-cudaError_t LaunchForwardHdim128Bf16(const ForwardParams& forward, const KernelParams& params, int grid,
+cudaError_t LaunchForwardHdim128Bf16(const ForwardParams& forward, const KernelParams& params, int clusters,
                                      cudaStream_t stream) {
-  return LaunchForward<ForwardTraits<__nv_bfloat16, 128, 128, 128>>(forward, params, grid, stream);
+  if (params.cluster == 1) {
+    return LaunchForward<ForwardTraits<__nv_bfloat16, 128, 128, 128, 2, 1>>(forward, params, clusters, stream);
+  }
+  return LaunchForward<ForwardTraits<__nv_bfloat16, 128, 128, 128, 2, 2>>(forward, params, clusters, stream);
 }
 
 }  // namespace magi_jax::sm90

@@ -10,8 +10,8 @@
 
 namespace magi_jax::sm90 {
 
-cudaError_t LaunchForwardHdim128Bf16(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
-cudaError_t LaunchForwardHdim128F16(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
+cudaError_t LaunchForwardHdim128Bf16(const ForwardParams&, const KernelParams&, int clusters, cudaStream_t);
+cudaError_t LaunchForwardHdim128F16(const ForwardParams&, const KernelParams&, int clusters, cudaStream_t);
 
 }  // namespace magi_jax::sm90
 

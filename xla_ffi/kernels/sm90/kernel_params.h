@@ -12,16 +12,19 @@
 
 namespace magi_jax::sm90 {
 
-// One instantiation. A work tile has kBlockM rows, each a (token, head) pair: 2^p tokens' worth of heads of one group
-// are packed, so that a tile of a grouped model spans few tokens and loads keys once for all its heads.
-template <typename ElementT, int kHeadDimT, int kVHeadDimT, int kBlockNT, int kStagesT = 2, bool kTurnsT = true,
-          bool kNarrowT = true>
+// One instantiation. A tile has kBlockM rows, each a (token, head) pair: up to 8 heads of a group are packed, so that a
+// tile of a grouped model spans few tokens and loads keys once for all its heads. The kCluster blocks of a cluster
+// work side by side on tiles of adjacent tokens; each loads its share of every key block for all of them, since at
+// 128 rows a tile the multiprocessors would ask L2 for more than it has.
+template <typename ElementT, int kHeadDimT, int kVHeadDimT, int kBlockNT, int kStagesT = 2, int kClusterT = 1,
+          bool kTurnsT = true, bool kNarrowT = true>
 struct ForwardTraits {
   using Element = ElementT;
   static constexpr int kHeadDim = kHeadDimT;
   static constexpr int kVHeadDim = kVHeadDimT;
   static constexpr int kBlockN = kBlockNT;  // keys of a block
   static constexpr int kStages = kStagesT;  // key and value blocks in shared memory
+  static constexpr int kCluster = kClusterT;
   static constexpr bool kTurns = kTurnsT;   // consumers take turns to issue products
 
   static constexpr int kConsumers = 2;                // warpgroups of 64 rows
@@ -29,8 +32,8 @@ struct ForwardTraits {
   static constexpr int kQStages = 2;                  // tiles of queries in shared memory
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerWarps = 4 * kConsumers;
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;  // 128 * (40 + 2 * 232) is the register file
+  static constexpr int kProducerRegisters = 88;
+  static constexpr int kConsumerRegisters = 208;  // 128 * (88 + 2 * 208) fit the register file
 
   static constexpr int kChunks = (kHeadDim + kChunk - 1) / kChunk;
   static constexpr int kVChunks = (kVHeadDim + kChunk - 1) / kChunk;
@@ -41,6 +44,8 @@ struct ForwardTraits {
   // Leading part of a block that a short last block computes alone; zero when products cannot be cut.
   static constexpr int kNarrowN = kNarrowT && kBlockN % 32 == 0 && kBlockN >= 128 ? kBlockN / 2 : 0;
 
+  static_assert(kCluster == 1 || kCluster == 2);
+  static_assert(kBlockN % (8 * kCluster) == 0, "each block loads whole swizzle atoms");
   static_assert(kHeadDim % 16 == 0 && kVHeadDim % 32 == 0 && kBlockN % 16 == 0);
 };
 
@@ -75,6 +80,8 @@ struct SharedStorage {
   alignas(1024) uint8_t v[Traits::kStages][Traits::kVBytes];   // [chunk][kBlockN rows]
   BlockNote blocks[kBlockSlots];
   TileNote tiles[Traits::kQStages];
+  int next_work[2];  // from the first block of a cluster to the second
+  uint64_t work_full[2], work_empty[2];
   uint64_t q_full[Traits::kQStages], q_empty[Traits::kQStages];
   uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
@@ -92,12 +99,13 @@ struct KernelParams {
   bool transform;                  // logits need TransformLogits, with
   float transform_scale, cap_log2;  // 2 log2(e) scale / cap and cap log2(e); uncapped, log2(e) scale and 0
 
-  // Work: (section of kv heads, rank of the table tile, kv head, part of the group, part of the table tile).
+  // Work, an item per cluster: (section of kv heads, rank of the table tile, kv head, part of the group, part of the table tile).
   int pack_log2;          // heads of a tile, log2
   int parts_per_group;    // tiles that cover the heads of one group
-  int parts_per_tile;     // work tiles that cover the tokens of one table tile
+  int parts_per_tile;     // work items that cover the tokens of one table tile
   int table_tile_size;
   int num_kv_heads, section_kv_heads;
+  int cluster;  // blocks that share keys
   int num_work;
 };
 

@@ -177,7 +177,7 @@ struct Consumer {
   // Logits to probabilities. Must come before the keys of the next block are released: see Producer::OpenBlock.
   template <int kCount>
   __device__ __forceinline__ bool SoftmaxBlock(const BlockHeader& block, float (&s)[kCount], float (&rescale)[2]) {
-    if (params.transform) TransformLogits(s, params.transform_scale, params.cap_log2);
+    if (__builtin_expect(params.transform, false)) TransformLogits(s, params.transform_scale, params.cap_log2);
     if (block.flags & kMaskedBlock) MaskBlock(block, s);
     block_slot = (block_slot + 1) % kBlockSlots;
     return Softmax(s, stats, rescale, scale_log2);
@@ -207,9 +207,14 @@ struct Consumer {
     ApplyMask(s, rows);
   }
 
-  // One lane of each warp speaks for it: the warp's own products are done.
+  // One lane of each warp speaks for it: the warp's own products are done. Keys and values come from all blocks of the
+  // cluster, so that each is told.
   __device__ __forceinline__ void Release(uint64_t* barrier) {
-    if (threadIdx.x % 32 == 0) BarrierArrive(barrier);
+    if (Traits::kCluster == 1) {
+      if (threadIdx.x % 32 == 0) BarrierArrive(barrier);
+    } else {
+      if (threadIdx.x % 32 < Traits::kCluster) BarrierArriveAtPeer(barrier, threadIdx.x % 32);
+    }
   }
 
   __device__ __forceinline__ void FinishPV() {
@@ -220,7 +225,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void ReleaseQueries() {
-    Release(&shared.q_empty[q_ring.slot]);
+    if (threadIdx.x % 32 == 0) BarrierArrive(&shared.q_empty[q_ring.slot]);
     q_ring.Advance();
   }
 

@@ -14,15 +14,21 @@
 
 namespace magi_jax::sm90 {
 
-// One slice, cut to the rows of a tile: keys seen by any row, and keys seen by every row.
+// One slice, cut to the rows of a tile: keys seen by any row, and keys seen by every row; and keys seen by any row of
+// the cluster's tiles, which is what the cluster walks.
 struct LaneSlice {
-  Slice slice;
-  int any_begin, any_end, all_begin, all_end;
+  int id;
+  int walk_begin, walk_end, any_begin, any_end, all_begin, all_end;
 
-  __device__ __forceinline__ void Clear() { any_begin = any_end = all_begin = all_end = 0; }
+  __device__ __forceinline__ void Clear() { walk_begin = walk_end = any_begin = any_end = all_begin = all_end = 0; }
 
-  __device__ __forceinline__ void Cut(const Slice& source, int first_token, int last_token) {
-    slice = source;
+  __device__ __forceinline__ void CutWalk(const Slice& slice, int first_token, int last_token) {
+    const int low = max(slice.q_start, first_token), high = min(slice.q_end - 1, last_token);
+    walk_begin = max(slice.k_start, low + slice.d_min);
+    walk_end = low <= high ? min(slice.k_end, high + slice.d_max + 1) : walk_begin;
+  }
+
+  __device__ __forceinline__ void Cut(const Slice& slice, int first_token, int last_token) {
     const int low = max(slice.q_start, first_token), high = min(slice.q_end - 1, last_token);
     any_begin = max(slice.k_start, low + slice.d_min);
     any_end = low <= high ? min(slice.k_end, high + slice.d_max + 1) : any_begin;
@@ -38,6 +44,7 @@ struct Producer {
   const CUtensorMap &q_map, &k_map, &v_map;
   SharedStorage<Traits>& shared;
   const int lane;
+  const uint32_t rank;  // in the cluster
 
   Ring<Traits::kQStages> q_ring;
   Ring<Traits::kStages> k_ring, v_ring;
@@ -45,7 +52,8 @@ struct Producer {
   int pending_key = -1, pending_kv_head = 0;  // block whose values are still to be loaded
 
   WorkTile tile;
-  int last_token;    // of the tile, inside the sequence
+  int token, last_token;  // of this block's tile, inside the sequence
+  int walk_last_token;    // of the cluster's tiles
   bool tile_opened;  // queries are on their way
   Run run;
   int num_chunks;  // groups of 32 slices of the run
@@ -53,16 +61,18 @@ struct Producer {
 
   // Walks all tiles of this block of the grid.
   __device__ void Work() {
-    TileScheduler scheduler(params);
-    const int tokens_per_tile = Traits::kBlockM >> params.pack_log2;
+    TileScheduler<Traits> scheduler(shared, rank);
+    const int tokens_per_tile = Traits::kBlockM >> params.pack_log2, walk_tokens = tokens_per_tile * Traits::kCluster;
     while (scheduler.HasWork(params)) {
       scheduler.Request(params);
-      tile = DecodeWork(params, scheduler.work, tokens_per_tile);
+      tile = DecodeWork(params, scheduler.work, walk_tokens);
       if (tile.token < params.q_len) {
-        last_token = min(tile.token + tokens_per_tile, params.q_len) - 1;
+        token = tile.token + rank * tokens_per_tile;
+        last_token = min(token + tokens_per_tile, params.q_len) - 1;
+        walk_last_token = min(tile.token + walk_tokens, params.q_len) - 1;
         WalkTile();
       }
-      scheduler.Advance();
+      scheduler.Advance(params);
     }
     LoadPendingValues();
     OpenBlock();
@@ -98,17 +108,19 @@ struct Producer {
     const int index = run.ids_begin + 32 * chunk + lane;
     mine.Clear();
     if (index >= run.ids_end) return;
-    const int id = min(max(params.by_query.ids[index], 0), params.num_slices - 1);
-    mine.Cut(params.slices[id], tile.token, last_token);
+    mine.id = min(max(params.by_query.ids[index], 0), params.num_slices - 1);
+    const Slice slice = params.slices[mine.id];
+    mine.Cut(slice, token, last_token);
+    mine.CutWalk(slice, tile.token, walk_last_token);
   }
 
-  // First key at or after `key` that some row of the tile sees, or INT_MAX.
+  // First key at or after `key` that some row of the cluster sees, or INT_MAX.
   __device__ __forceinline__ int FirstVisible(int key) {
     int first = INT_MAX;
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
       if (num_chunks > 1) LoadSlices(chunk);
-      const int candidate = max(mine.any_begin, key);
-      if (candidate < mine.any_end) first = min(first, candidate);
+      const int candidate = max(mine.walk_begin, key);
+      if (candidate < mine.walk_end) first = min(first, candidate);
     }
     return __reduce_min_sync(0xFFFFFFFF, first);
   }
@@ -118,15 +130,15 @@ struct Producer {
     tile_opened = true;
     BarrierWait(&shared.q_empty[q_ring.slot], q_ring.parity ^ 1);
     if (lane == 0) {
-      shared.tiles[q_ring.slot] = {tile.token, tile.head};
+      shared.tiles[q_ring.slot] = {token, tile.head};
       uint64_t* barrier = &shared.q_full[q_ring.slot];
       BarrierArriveExpect(barrier, Traits::kQBytes);
       uint8_t* destination = shared.q[q_ring.slot];
 #pragma unroll
       for (int i = 0; i < Traits::kConsumers * Traits::kChunks; ++i) {
-        const int token = tile.token + (64 >> params.pack_log2) * (i / Traits::kChunks);
+        const int first_row = token + (64 >> params.pack_log2) * (i / Traits::kChunks);
         CopyBox(destination + i * 64 * Traits::kRowBytes, &q_map, barrier, i % Traits::kChunks * kChunk, tile.head,
-                token, kEvictFirst);
+                first_row, kEvictFirst);
       }
     }
     q_ring.Advance();
@@ -135,8 +147,14 @@ struct Producer {
 
   // Waits until the next key stage is free. Consumers still read the note of a block after they release its keys,
   // until they release the next one: a note's slot is used again kBlockSlots > kStages blocks later, after that.
-  __device__ __forceinline__ void OpenBlock() {
-    BarrierWait(&shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
+  __device__ __forceinline__ void OpenBlock() { WaitUntilFree(&shared.k_empty[k_ring.slot], k_ring.parity ^ 1); }
+
+  __device__ __forceinline__ void WaitUntilFree(uint64_t* barrier, uint32_t parity) {
+    if (Traits::kCluster > 1) {
+      BarrierWaitForPeer(barrier, parity);
+    } else {
+      BarrierWait(barrier, parity);
+    }
   }
 
   __device__ __forceinline__ void EmitBlock(int key) {
@@ -150,7 +168,7 @@ struct Producer {
       const bool touches = max(mine.any_begin, key) < min(mine.any_end, key_end);
       const uint32_t touching = __ballot_sync(0xFFFFFFFF, touches);
       const int position = count + __popc(touching & ((1u << lane) - 1));
-      if (touches && position < kMaxInlineSlices) note.slices[position] = mine.slice;
+      if (touches && position < kMaxInlineSlices) note.slices[position] = params.slices[mine.id];
       if (touches) visible_end = max(visible_end, mine.any_end);
       full |= mine.all_begin <= key && key_end <= mine.all_end;
       count += __popc(touching);
@@ -181,7 +199,7 @@ struct Producer {
   // Values are needed one block later than keys, so they are loaded behind the next block's keys.
   __device__ __forceinline__ void LoadPendingValues() {
     if (pending_key < 0) return;
-    BarrierWait(&shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+    WaitUntilFree(&shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
     if (lane == 0) {
       uint64_t* barrier = &shared.v_full[v_ring.slot];
       BarrierArriveExpect(barrier, Traits::kVBytes);
@@ -191,13 +209,20 @@ struct Producer {
     pending_key = -1;
   }
 
+  // Loads this block's share of the rows, for all blocks of the cluster.
   template <int kChunks>
   __device__ __forceinline__ void LoadRows(uint8_t* destination, const CUtensorMap& map, uint64_t* barrier,
                                            int kv_head, int key) {
+    constexpr int kRows = Traits::kBlockN / Traits::kCluster;
+    const int first_row = rank * kRows;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      CopyBox(destination + chunk * Traits::kBlockN * Traits::kRowBytes, &map, barrier, chunk * kChunk, kv_head, key,
-              kEvictLast);
+      uint8_t* rows = destination + (chunk * Traits::kBlockN + first_row) * Traits::kRowBytes;
+      if constexpr (Traits::kCluster > 1) {
+        CopyBoxToCluster(rows, &map, barrier, chunk * kChunk, kv_head, key + first_row, kEvictLast);
+      } else {
+        CopyBox(rows, &map, barrier, chunk * kChunk, kv_head, key, kEvictLast);
+      }
     }
   }
 
@@ -206,10 +231,10 @@ struct Producer {
     const int pack = 1 << params.pack_log2;
     const int words = Traits::kVHeadDim * (params.out_is_f32 ? 4 : 2) / 16 * pack;  // of 16 bytes, per token
     const int row_words = words / pack * params.num_heads;
-    for (int token = tile.token; token <= last_token; ++token) {
-      uint4* row = static_cast<uint4*>(params.out) + static_cast<int64_t>(token) * row_words + words / pack * tile.head;
-      for (int i = lane; i < words; i += 32) row[i] = make_uint4(0, 0, 0, 0);
-      float* lse = params.lse + static_cast<int64_t>(token) * params.num_heads + tile.head;
+    for (int row = token; row <= last_token; ++row) {
+      uint4* out = static_cast<uint4*>(params.out) + static_cast<int64_t>(row) * row_words + words / pack * tile.head;
+      for (int i = lane; i < words; i += 32) out[i] = make_uint4(0, 0, 0, 0);
+      float* lse = params.lse + static_cast<int64_t>(row) * params.num_heads + tile.head;
       for (int i = lane; i < pack; i += 32) lse[i] = -INFINITY;
     }
   }
@@ -219,7 +244,8 @@ struct Producer {
  public:
   __device__ __forceinline__ Producer(const KernelParams& params, const CUtensorMap& q_map, const CUtensorMap& k_map,
                                       const CUtensorMap& v_map, SharedStorage<Traits>& shared)
-      : params(params), q_map(q_map), k_map(k_map), v_map(v_map), shared(shared), lane(threadIdx.x % 32) {}
+      : params(params), q_map(q_map), k_map(k_map), v_map(v_map), shared(shared), lane(threadIdx.x % 32),
+        rank(Traits::kCluster > 1 ? ClusterRank() : 0) {}
 };
 
 }  // namespace magi_jax::sm90

@@ -1,4 +1,4 @@
-// Which tile a block of the persistent grid works on next.
+// Which tiles a cluster of the persistent grid works on next.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_TILE_SCHEDULER_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_TILE_SCHEDULER_H_
@@ -9,13 +9,13 @@ namespace magi_jax::sm90 {
 
 struct WorkTile {
   int table_tile;  // tile of the slice table whose runs apply
-  int token;       // first of the tile's 128 / pack tokens; may be past the last row
+  int token;       // first of the tokens of all the cluster's tiles; may be past the last row
   int head, kv_head;
 };
 
 // Work is ordered by section of kv heads, then longest tile first, then kv head, so that the keys of a section stay
 // in L2 and each section ends with its shortest tiles.
-__device__ __forceinline__ WorkTile DecodeWork(const KernelParams& params, int work, int tokens_per_tile) {
+__device__ __forceinline__ WorkTile DecodeWork(const KernelParams& params, int work, int tokens) {
   const int per_kv_head = params.parts_per_group * params.parts_per_tile;
   const int per_section = params.by_query.num_tiles * params.section_kv_heads * per_kv_head;
   const int section = work / per_section;
@@ -29,24 +29,51 @@ __device__ __forceinline__ WorkTile DecodeWork(const KernelParams& params, int w
   const int part = work / params.parts_per_tile, sub_tile = work % params.parts_per_tile;
   // A table may be hostile; its entries must not lead outside of the arrays.
   const int table_tile = min(max(params.by_query.order[rank], 0), params.by_query.num_tiles - 1);
-  return {table_tile, table_tile * params.table_tile_size + sub_tile * tokens_per_tile,
+  return {table_tile, table_tile * params.table_tile_size + sub_tile * tokens,
           (kv_head * params.parts_per_group + part) << params.pack_log2, kv_head};
 }
 
-// Asks for the next tile early and reads the answer late, so that the trip to memory is hidden.
+// Asks for the next item early and reads the answer late, so that the trip to memory is hidden. The first block of a
+// cluster asks, and hands the answer to the second through shared memory.
+template <typename Traits>
 struct TileScheduler {
+  SharedStorage<Traits>& shared;
+  const uint32_t rank;  // in the cluster
   int work, next;
+  Ring<2> ring;
 
-  __device__ __forceinline__ explicit TileScheduler(const KernelParams&) : work(blockIdx.x) {}
+  __device__ __forceinline__ TileScheduler(SharedStorage<Traits>& shared, uint32_t rank)
+      : shared(shared), rank(rank), work(blockIdx.x / Traits::kCluster) {}
 
   __device__ __forceinline__ bool HasWork(const KernelParams& params) const { return work < params.num_work; }
 
   __device__ __forceinline__ void Request(const KernelParams& params) {
-    next = work + gridDim.x;
-    if (params.counter != nullptr && threadIdx.x % 32 == 0) next = atomicAdd(params.counter, 1) + gridDim.x;
+    const int step = gridDim.x / Traits::kCluster;
+    next = work + step;
+    if (params.counter != nullptr && rank == 0 && threadIdx.x % 32 == 0) next = atomicAdd(params.counter, 1) + step;
   }
 
-  __device__ __forceinline__ void Advance() { work = __shfl_sync(0xFFFFFFFF, next, 0); }
+  __device__ __forceinline__ void Advance(const KernelParams& params) {
+    if (Traits::kCluster > 1 && params.counter != nullptr) Share();
+    work = __shfl_sync(0xFFFFFFFF, next, 0);
+  }
+
+ private:
+  __device__ __forceinline__ void Share() {
+    if (rank == 0) {
+      BarrierWaitForPeer(&shared.work_empty[ring.slot], ring.parity ^ 1);
+      if (threadIdx.x % 32 == 0) {
+        StoreToPeer(PeerAddress(&shared.next_work[ring.slot], 1), next);
+        BarrierArriveAtPeer(&shared.work_full[ring.slot], 1);
+      }
+    } else {
+      BarrierWaitForPeer(&shared.work_full[ring.slot], ring.parity);
+      next = shared.next_work[ring.slot];
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) BarrierArriveAtPeer(&shared.work_empty[ring.slot], 0);
+    }
+    ring.Advance();
+  }
 };
 
 }  // namespace magi_jax::sm90
