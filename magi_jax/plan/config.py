@@ -32,7 +32,7 @@ class PlanConfig:
 
     seq_len: int | None = None
     chunk_size: int | None = None
-    dispatch: str = "lpt"
+    dispatch: str = "balanced"
     ranks_per_node: int | None = None
     effort: str = "fast"
     search: str = "compiled"

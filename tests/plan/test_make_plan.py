@@ -12,7 +12,7 @@ from magi_jax.masks import AttnMask
 from magi_jax.plan import PlanConfig, make_plan
 from magi_jax.testing.cases import mask_cases
 
-DISPATCHERS = ("contiguous", "zigzag", "lpt")
+DISPATCHERS = ("balanced", "contiguous", "zigzag", "lpt")
 
 
 def varlen_causal(lengths) -> AttnMask:
