@@ -138,12 +138,18 @@ def _requirements(project: dict, extras: list[str]) -> list[str]:
 
 
 def _build_digest(venv: Path) -> str:
-    """Changes when anything that the extension is built from changes."""
+    """Changes when anything that the extension is built from changes.
+
+    So it does when a Python file comes or goes: an editable install has a list of them.
+    """
     sources = [ROOT / "pyproject.toml", ROOT / "CMakeLists.txt"]
     sources += sorted(path for path in (ROOT / "xla_ffi").rglob("*") if path.is_file())
     sources += sorted((ROOT / "cmake").rglob("*.cmake"))
     jaxlib = sorted(path.name for path in venv.glob("lib/python*/site-packages/jaxlib-*.dist-info"))
-    return _digest(*jaxlib, *(f"{p.relative_to(ROOT)}\n{_digest(p.read_bytes())}" for p in sources))
+    python = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "magi_jax").rglob("*.py"))
+    return _digest(
+        *jaxlib, *python, *(f"{p.relative_to(ROOT)}\n{_digest(p.read_bytes())}" for p in sources)
+    )
 
 
 def _digest(*parts: str | bytes) -> str:

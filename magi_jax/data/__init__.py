@@ -1,6 +1,17 @@
 """From documents to batches: packing, and planning ahead of the training loop."""
 
 from magi_jax.data.packing import NO_LABEL, Packed, assign, batch, join, pack
+from magi_jax.data.planning import PlanBatch, PlannedBatch
 from magi_jax.data.prefetch import Prefetch
 
-__all__ = ["NO_LABEL", "Packed", "Prefetch", "assign", "batch", "join", "pack"]
+__all__ = [
+    "NO_LABEL",
+    "Packed",
+    "PlanBatch",
+    "PlannedBatch",
+    "Prefetch",
+    "assign",
+    "batch",
+    "join",
+    "pack",
+]

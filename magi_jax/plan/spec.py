@@ -6,6 +6,7 @@ buckets, so that masks of similar size share a spec and a program is compiled on
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 # Smallest capacities: shapes stay away from zero, and small masks share one bucket.
@@ -51,16 +52,16 @@ class _Sizes:
         return _union(self, other, "spec", capacity=False)
 
 
-def _rounded(sizes, minimum):
+def _rounded(sizes, minimum, factor=1.0):
     if isinstance(sizes, tuple):
-        return tuple(_rounded(entry, minimum) for entry in sizes)
+        return tuple(_rounded(entry, minimum, factor) for entry in sizes)
     if dataclasses.is_dataclass(sizes):
         values = (
-            _rounded(getattr(sizes, f.name), f.metadata.get("capacity"))
+            _rounded(getattr(sizes, f.name), f.metadata.get("capacity"), factor)
             for f in dataclasses.fields(sizes)
         )
         return type(sizes)(*values)
-    return sizes if minimum is None else bucket(sizes, minimum)
+    return sizes if minimum is None else bucket(math.ceil(sizes * factor), minimum)
 
 
 def _shortfall(mine, other, path, capacity):
@@ -189,3 +190,33 @@ class PlanSpec(_Sizes):
     def num_remote_stages(self) -> int:
         """Stages whose keys come from other ranks."""
         return len(self.comm)
+
+    def scaled(self, factor: float) -> "PlanSpec":
+        """The same with capacities ``factor`` times as large: room for masks not seen yet.
+
+        Buffers whose size follows from the dispatch keep it, and no pair of ranks gets room for more
+        rows than one of them holds.
+        """
+
+        def grown(spec: CommSpec) -> CommSpec:
+            wide = _rounded(spec, None, factor)
+            pair_rows = max(min(wide.pair_rows, spec.src_rows), spec.pair_rows)
+            return dataclasses.replace(wide, pair_rows=pair_rows, self_rows=spec.self_rows)
+
+        def moved(spec: CommSpec) -> CommSpec:
+            self_rows = min(bucket(math.ceil(spec.self_rows * factor)), spec.src_rows)
+            self_rows = max(self_rows, spec.self_rows)
+            return dataclasses.replace(grown(spec), dst_rows=spec.dst_rows, self_rows=self_rows)
+
+        comm = tuple(map(grown, self.comm))
+        k_lens = (self.calc[0].k_len, *(spec.dst_rows for spec in comm))
+        tables = (_rounded(table, None, factor) for table in self.calc)
+        calc = (dataclasses.replace(t, k_len=n) for t, n in zip(tables, k_lens, strict=True))
+        return dataclasses.replace(
+            self,
+            segments=bucket(math.ceil(self.segments * factor), MIN_SEGMENTS),
+            calc=tuple(calc),
+            comm=comm,
+            transfer=moved(self.transfer),
+            rolls=tuple(map(moved, self.rolls)),
+        )

@@ -1,0 +1,96 @@
+"""A planned batch has every token with its label, in one set of shapes whatever the batch holds."""
+
+import functools
+import itertools
+import pickle
+
+import jax
+import numpy as np
+import pytest
+
+import magi_jax as mj
+from magi_jax.data import NO_LABEL, PlanBatch, Prefetch, batch, pack
+
+SEQ_LEN, CP = 600, 4  # no chunk size divides it evenly over the ranks
+CAUSAL = functools.partial(mj.masks.from_segment_ids, causal=True)
+WINDOW = functools.partial(mj.masks.from_segment_ids, causal=True, window=(20, 0))
+CONFIG = mj.PlanConfig(chunk_size=32)
+
+
+def _batches(seed=0, replicas=2):
+    """Endless batches of documents with long-tailed lengths, whose tokens are all different."""
+    rng = np.random.default_rng(seed)
+
+    def documents():
+        start = 1
+        while True:
+            length = int(min(rng.lognormal(3.5, 1.2), SEQ_LEN)) + 1
+            yield np.arange(start, start + length)
+            start += length
+
+    return batch(pack(documents(), SEQ_LEN, window=32), replicas)
+
+
+def test_planned_batch_holds_the_same_tokens_in_dispatched_order():
+    packed = next(_batches())
+    planned = PlanBatch(CP, (CAUSAL, WINDOW), CONFIG)(packed)
+    rows = CP * planned.plans[0].spec.local_len
+    for plan in planned.plans:
+        assert plan.positions.shape == (2, CP, rows // CP)
+        np.testing.assert_array_equal(plan.positions, planned.plans[0].positions)
+    for replica, positions in enumerate(planned.plans[0].positions.reshape(2, -1)):
+        is_token = positions >= 0
+        assert is_token.sum() == SEQ_LEN
+        for before, after in zip(packed, planned.packed, strict=True):
+            np.testing.assert_array_equal(
+                after[replica, is_token], before[replica, positions[is_token]]
+            )
+        assert (planned.packed.labels[replica, ~is_token] == NO_LABEL).all()
+        assert (planned.packed.segment_ids[replica, ~is_token] == 0).all()
+
+
+def test_plans_are_those_of_each_sequence():
+    packed = next(_batches())
+    planned = PlanBatch(CP, (CAUSAL, WINDOW), CONFIG)(packed)
+    full, window = (plan.spec for plan in planned.plans)
+    for replica in range(2):
+        ids = packed.segment_ids[replica]
+        alone = mj.make_plan(CAUSAL(ids), CP, CONFIG, spec=full)
+        other = alone.with_mask(WINDOW(ids), spec=window)
+        for plan, stacked in zip((alone, other), planned.plans, strict=True):
+            same = jax.tree.map(lambda x, y: np.array_equal(x, y[replica]), plan, stacked)
+            assert all(jax.tree.leaves(same))
+
+
+def test_fitted_specs_are_shared_by_batches_to_come():
+    planner = PlanBatch(CP, (CAUSAL, WINDOW), CONFIG).fit(_batches(), num_batches=8, margin=1.5)
+    shapes = {
+        tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(planned))
+        for planned in map(planner, itertools.islice(_batches(seed=1), 12))
+    }
+    assert len(shapes) == 1
+    assert all(
+        plan.spec == spec
+        for plan, spec in zip(planner(next(_batches())).plans, planner.specs, strict=True)
+    )
+
+
+def test_batch_that_does_not_fit_is_refused_with_the_size():
+    one_document = batch(pack([np.arange(SEQ_LEN)], SEQ_LEN), 1)
+    planner = PlanBatch(CP, (CAUSAL,), CONFIG).fit(one_document, margin=1.0)
+    with pytest.raises(ValueError, match=r"spec\.\w+.* is \d+, but \d+ is needed"):
+        planner(next(batch(pack([np.arange(1)] * SEQ_LEN, SEQ_LEN, window=SEQ_LEN), 1)))
+
+
+def test_fit_needs_a_batch():
+    with pytest.raises(ValueError, match="got none"):
+        PlanBatch(CP, (CAUSAL,)).fit([])
+
+
+def test_planner_travels_to_other_processes_and_plans_ahead():
+    planner = pickle.loads(pickle.dumps(PlanBatch(CP, (CAUSAL, WINDOW), CONFIG).fit(_batches())))
+    with Prefetch(itertools.islice(_batches(), 5), planner, workers=2) as ahead:
+        for planned, packed in zip(ahead, _batches(), strict=False):
+            expected = planner(packed)
+            same = jax.tree.map(np.array_equal, planned, expected)
+            assert all(jax.tree.leaves(same))
