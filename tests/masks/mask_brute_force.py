@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from magi_jax.masks import AttnMask
 from magi_jax.masks.attn_slice import UNBOUNDED
 
-brief = settings(deadline=None, max_examples=150)
+brief = settings(deadline=None, max_examples=100)
 
 
 def grid(q_len, k_len):
