@@ -126,7 +126,7 @@ def flex_flash_attention(
 
     operands = varying.unify(q, k, v, sinks, table)
     if batch:
-        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in operands[:3])
+        q, k, v = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in operands[:3])
         out, lse = jax.vmap(attend, in_axes=(0, 0, 0, None, None))(q, k, v, *operands[3:])
         out, lse = out.reshape(*batch, *out.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
     else:

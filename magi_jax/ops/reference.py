@@ -163,4 +163,5 @@ def _seen_product(
 
 def _sum_groups(x: jax.Array, num_kv_heads: int) -> jax.Array:
     """``[S, N, H]`` to ``[S, K, H]``."""
-    return x.reshape(x.shape[0], num_kv_heads, -1, x.shape[2]).sum(axis=2)
+    length, num_heads, dim = x.shape
+    return x.reshape(length, num_kv_heads, num_heads // num_kv_heads, dim).sum(axis=2)

@@ -1,0 +1,174 @@
+"""Every implementation computes what the dense float64 oracle does: results and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ops_problem as problem
+import pytest
+
+from magi_jax import masks
+from magi_jax.ops import get_implementation
+from magi_jax.plan import slice_table
+from magi_jax.testing.cases import random_mask
+
+PLAIN = problem.Heads(2, 2, 32, 32)
+LAYOUTS = (
+    problem.Heads(4, 2, 24, 40),
+    problem.Heads(6, 1, 17, 5),
+    problem.Heads(1, 1, 1, 1),
+    problem.Heads(2, 1, 128, 64),
+)
+
+
+@pytest.fixture(params=problem.IMPLEMENTATIONS)
+def implementation(request):
+    return request.param
+
+
+@pytest.mark.parametrize("name", problem.all_masks())
+def test_every_mask(name, implementation, rng):
+    inputs = problem.tensors(rng, PLAIN)
+    problem.check_against_oracle(inputs, problem.all_masks()[name], implementation)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", ["varlen_causal", "window_symmetric", "rows_without_keys"])
+def test_head_layouts(name, layout, implementation, rng):
+    inputs = problem.tensors(rng, layout)
+    problem.check_against_oracle(inputs, problem.all_masks()[name], implementation)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["causal", "varlen_causal_short", "nothing_visible"])
+def test_narrow_types(name, dtype, implementation, rng):
+    inputs = problem.tensors(rng, LAYOUTS[0], dtype)
+    problem.check_against_oracle(inputs, problem.all_masks()[name], implementation)
+
+
+@pytest.mark.parametrize("cap", [0.7, 30.0])
+@pytest.mark.parametrize("name", ["full", "varlen_window_causal"])
+def test_soft_cap(name, cap, implementation, rng):
+    inputs = problem.tensors(rng, PLAIN)
+    problem.check_against_oracle(inputs, problem.all_masks()[name], implementation, cap=cap)
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("name", ["varlen_causal", "rows_without_keys", "nothing_visible"])
+def test_sinks(name, shape, implementation, rng):
+    inputs = problem.tensors(rng, PLAIN)
+    sinks = jnp.asarray(rng.standard_normal((*shape, PLAIN.q)), jnp.float32)
+    mask = problem.all_masks()[name]
+    problem.check_against_oracle(inputs, mask, implementation, sinks=sinks)
+
+
+def test_random_masks(implementation, rng):
+    inputs = problem.tensors(rng, PLAIN)
+    spec = problem.shared_spec()
+    for _ in range(20):
+        mask = random_mask(rng, problem.SIZE, problem.K_SIZE, max_slices=8)
+        table = slice_table(mask, spec=spec)
+        problem.check_against_oracle(inputs, mask, implementation, table=table)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "k_len"), [(1, 1), (1, 300), (300, 1), (0, 5), (5, 0), (127, 389)]
+)
+def test_lengths(q_len, k_len, implementation, rng):
+    inputs = problem.tensors(rng, PLAIN, q_len=q_len, k_len=k_len)
+    mask = masks.causal(q_len, k_len, offset=k_len - q_len)
+    problem.check_against_oracle(inputs, mask, implementation, table=slice_table(mask))
+
+
+@pytest.mark.parametrize("tile_size", [1, 16, 50, 1024])
+def test_tile_sizes(tile_size, implementation, rng):
+    inputs = problem.tensors(rng, PLAIN)
+    mask = problem.all_masks()["varlen_block_causal"]
+    table = slice_table(mask, tile_size=tile_size)
+    problem.check_against_oracle(inputs, mask, implementation, table=table)
+
+
+def test_many_tiles_and_heads(rng):
+    """Several blocks per run, full intervals in the middle, and both ways to share out the backward."""
+    mask = masks.varlen([700, 3, 330], causal=True) | masks.global_rows(1033, rows=(900, 1033))
+    for heads in (problem.Heads(4, 4, 16, 16), problem.Heads(4, 1, 16, 16)):
+        inputs = problem.tensors(rng, heads, q_len=mask.q_len, k_len=mask.k_len)
+        problem.check_against_oracle(inputs, mask, "cpu", table=slice_table(mask))
+
+
+def test_large_logits(implementation, rng):
+    """Logits of some hundreds: nothing overflows, and weights that vanish are zeros."""
+    q, k, v, dout, dlse = problem.tensors(rng, PLAIN)
+    inputs = (q * 40, k, v, dout, dlse)
+    q, k, v, dout, dlse = inputs
+    mask = problem.all_masks()["causal"]
+    results, gradients = problem.run(
+        q, k, v, dout, dlse, problem.table_of(mask), implementation=implementation
+    )
+    assert all(np.isfinite(x).all() for x in (*results, *gradients[:3]))
+    right, _ = problem.oracle.attention(*map(np.asarray, (q, k, v)), mask.dense())
+    # A logit of 300 has 24 bits, so its weight is known to about 300 * 2^-24.
+    problem.assert_close(results[0], right, 1e-4, "out")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_hidden_values_do_not_leak(value, implementation, rng):
+    """Whatever stands in a document, the others do not see it: not in results, nor in gradients."""
+    cut = 70
+    mask = problem.pad(masks.varlen([cut, problem.SIZE - cut], causal=True))
+    clean = [np.array(x) for x in problem.tensors(rng, PLAIN)]
+    dirty = [x.copy() for x in clean]
+    for x in dirty:
+        x[:cut] = value
+    table = problem.table_of(mask)
+    for inputs in ((*dirty[:4], clean[4]), (clean[0], *dirty[1:3], *clean[3:])):
+        right = problem.run(*clean, table, implementation=implementation)
+        seen = problem.run(*inputs, table, implementation=implementation)
+        for a, b in zip(jax.tree.leaves(right), jax.tree.leaves(seen), strict=True):
+            np.testing.assert_allclose(a[cut:], b[cut:], rtol=1e-4, atol=1e-5)
+            assert np.isfinite(b[cut:]).all()
+
+
+def test_causal_future_does_not_leak(implementation, rng):
+    q, k, v, dout, dlse = (np.array(x) for x in problem.tensors(rng, PLAIN))
+    k[100:], v[100:] = np.nan, np.inf
+    table = problem.table_of(problem.all_masks()["causal"])
+    (out, lse), _ = problem.run(q, k, v, dout, dlse, table, implementation=implementation)
+    assert np.isfinite(out[:100]).all()
+    assert np.isfinite(lse[:100]).all()
+    assert np.isnan(out[100:]).all(), "what sees NaN says so"
+
+
+def test_accumulate_merges(implementation, rng):
+    """Two halves of the keys, one after the other, give the whole; an empty half changes nothing."""
+    q, k, v, *_ = problem.tensors(rng, PLAIN)
+    mask, cut = problem.all_masks()["rows_without_keys"], 40
+    size = problem.SIZE, problem.K_SIZE
+    left = mask & masks.global_columns(*size, columns=(0, cut))
+    right = mask & masks.global_columns(*size, columns=(cut, size[1]))
+    kernel = get_implementation(implementation)
+
+    @jax.jit
+    def attend(q, k, v, tables):
+        options = {"scale": 0.3, "logits_soft_cap": 0.0}
+        partial = kernel.forward(q, k, v, tables[0], out_dtype=jnp.float32, **options)
+        for table in tables[1:]:
+            partial = kernel.forward(q, k, v, table, accumulate=partial, **options)
+        return partial
+
+    tables = [problem.table_of(part) for part in (left, right, masks.empty(*size))]
+    right_out, right_lse = problem.oracle.attention(
+        *map(np.asarray, (q, k, v)), mask.dense(), scale=0.3
+    )
+    for order in (tables, tables[::-1]):
+        out, lse = attend(q, k, v, order)
+        assert out.dtype == lse.dtype == jnp.float32
+        problem.assert_close(out, right_out, 3e-6, "out")
+        problem.assert_close(lse, right_lse, 3e-6, "lse")
+
+
+def test_repeats_give_equal_bits(implementation, rng):
+    inputs = problem.tensors(rng, LAYOUTS[0])
+    table = problem.table_of(problem.all_masks()["block_causal_global"])
+    first, second = (problem.run(*inputs, table, implementation=implementation) for _ in range(2))
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(a, b)

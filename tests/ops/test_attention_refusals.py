@@ -1,0 +1,181 @@
+"""Each wrong input gives one error that names the values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ops_problem as problem
+import pytest
+
+from magi_jax import masks
+from magi_jax.ops import dot_product_attention, ffi, flex_flash_attention, get_implementation
+from magi_jax.plan import slice_table
+
+MASK = masks.causal(8)
+
+
+def zeros(*shape, dtype="float32"):
+    return jnp.zeros(shape, dtype)
+
+
+def attend(q=None, k=None, v=None, mask=MASK, **options):
+    q, k, v = (zeros(8, 2, 4) if x is None else x for x in (q, k, v))
+    return flex_flash_attention(q, k, v, mask, **options)
+
+
+@pytest.mark.parametrize(
+    ("operands", "message"),
+    [
+        ({"q": zeros(8, 2)}, r"expected q \[\*B, T, N, H\].*\(8, 2\)"),
+        ({"q": zeros(8, 3, 4)}, "q has 3 heads, which is not a multiple of the 2 of k"),
+        ({"q": zeros(8, 2, 5)}, "one head dim; got 5 and 4"),
+        ({"v": zeros(8, 1, 4)}, "agree in length and heads"),
+        ({"k": zeros(9, 2, 4), "v": zeros(9, 2, 4)}, "8 queries and 8 keys.*k has 9"),
+        ({"q": zeros(7, 2, 4)}, "8 queries and 8 keys, but q has 7"),
+        ({"q": zeros(8, 2, 4, dtype="bfloat16")}, "one dtype; got bfloat16, float32"),
+        ({"q": zeros(2, 8, 2, 4)}, "same leading axes"),
+        ({"v": zeros(8, 2, 0)}, "head dims must be positive"),
+        ({"scale": float("nan")}, "scale must be finite; got nan"),
+        ({"logits_soft_cap": -1.0}, "logits_soft_cap must be positive, or None; got -1.0"),
+        ({"sinks": zeros(3)}, r"N = 2 heads; got sinks.shape=\(3,\)"),
+        ({"sinks": zeros(2, dtype="int32")}, "sinks must be floating; got int32"),
+        ({"implementation": "gpu"}, "implementation must be one of cpu, reference.*'gpu'"),
+    ],
+)
+def test_operands(operands, message):
+    with pytest.raises(ValueError, match=message):
+        attend(**operands)
+
+
+def test_integers_are_no_operands():
+    x = zeros(8, 2, 4, dtype="int32")
+    with pytest.raises(ValueError, match="q must be one of float32, bfloat16, float16; got int32"):
+        attend(x, x, x)
+
+
+def test_dense_arrays_are_no_masks():
+    with pytest.raises(TypeError, match="AttnMask or a SliceTable, got ndarray"):
+        attend(mask=np.ones((8, 8), bool))
+
+
+def test_tables_of_several_ranks_are_refused():
+    table = jax.tree.map(lambda leaf: leaf[None], slice_table(MASK))
+    with pytest.raises(ValueError, match="that of one rank"):
+        attend(mask=table)
+
+
+def test_reference_stops_before_memory_does():
+    size = 40_000
+    x = jax.ShapeDtypeStruct((size, 1, 8), jnp.float32)
+    with pytest.raises(NotImplementedError, match="holds all 1600000000 logits"):
+        jax.eval_shape(lambda x: attend(x, x, x, masks.causal(size), implementation="reference"), x)
+
+
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        ({"bias": zeros(1, 1, 8, 8)}, "bias: .*leave it out"),
+        ({"mask": np.ones((1, 1, 8, 8), bool)}, "mask: call flex_flash_attention"),
+        ({"query_seq_lengths": np.array([3])}, r"varlen\(lengths\)"),
+        ({"key_value_seq_lengths": np.array([3])}, r"varlen\(lengths\)"),
+    ],
+)
+def test_dot_product_attention_says_what_to_do(argument, advice):
+    x = zeros(1, 8, 2, 4)
+    with pytest.raises(NotImplementedError, match=advice):
+        dot_product_attention(x, x, x, **argument)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, 3, (5, 2), (0, 4)])
+@pytest.mark.parametrize("lengths", [(37, 37), (20, 41)])
+def test_dot_product_attention_means_what_jax_means(is_causal, window, lengths, rng):
+    q_len, k_len = lengths
+    q = jnp.asarray(rng.standard_normal((2, q_len, 4, 8)), jnp.float32)
+    k, v = jnp.asarray(rng.standard_normal((2, 2, k_len, 2, 8)), jnp.float32)
+    options = {"is_causal": is_causal, "local_window_size": window, "return_residual": True}
+    out, lse = dot_product_attention(q, k, v, **options)
+    right_out, right_lse = jax.nn.dot_product_attention(q, k, v, **options)
+    np.testing.assert_allclose(out, right_out, atol=3e-6)
+    np.testing.assert_allclose(lse, right_lse, atol=3e-6)
+    single = dot_product_attention(q[0], k[0], v[0], is_causal=is_causal, local_window_size=window)
+    np.testing.assert_allclose(single, out[0], atol=1e-6)
+
+
+def damaged(leaf, index, value, walk=None):
+    """The table of a two-tile mask with one entry overwritten."""
+    table = jax.tree.map(np.array, slice_table(masks.causal(problem.SIZE)))
+    target = table.slices if walk is None else getattr(getattr(table, walk), leaf)
+    target[index] = value
+    return table
+
+
+@pytest.mark.parametrize("walk", ["by_query", "by_key"])
+@pytest.mark.parametrize(
+    ("leaf", "index", "value", "message"),
+    [
+        ("ptr", -1, 10_000, "ptr goes from 0 to 10000"),
+        ("ptr", 1, -5, "ptr falls from 0 to -5"),
+        ("runs", (0, 1), 10_000, r"runs\[0\] of tile 0 .* must lie in \[0, 151\)"),
+        ("runs", (0, 0), -1, r"runs\[0\] of tile 0 is \(-1, "),
+        ("runs", (0, 3), 10_000, "full interval is outside"),
+        ("runs", (0, 5), 10_000, "but there are 16 ids"),
+        ("ids", 0, 16, r"ids\[0\] is 16, but there are 16 slices"),
+        ("ids", 0, -1, r"ids\[0\] is -1"),
+        ("order", 0, 2, r"order\[0\] is 2"),
+        ("order", 0, 1, "each of 2 tiles once"),
+    ],
+)
+def test_cpu_refuses_damaged_tables(walk, leaf, index, value, message, rng):
+    table = damaged(leaf, index, value, walk)
+    if (leaf, index, value) == ("order", 0, 1):
+        getattr(table, walk).order[:] = 1
+    x = zeros(problem.SIZE, 1, 4)
+
+    def step(x, table):
+        return jax.grad(lambda x: attend(x, x, x, table, implementation="cpu").sum())(x)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{walk}.*{message}"):
+        jax.block_until_ready(jax.jit(step)(x, table))
+
+
+@pytest.mark.parametrize(("column", "value"), [(0, -1), (1, 152), (3, 152), (4, -400), (5, 400)])
+def test_cpu_refuses_damaged_slices(column, value):
+    table = damaged("slices", (0, column), value)
+    x = zeros(problem.SIZE, 1, 4)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"slices\[0\] is .*151 queries"):
+        jax.block_until_ready(attend(x, x, x, table, implementation="cpu"))
+
+
+def test_backward_dtypes():
+    kernel = get_implementation("cpu")
+    x = zeros(8, 2, 4, dtype="bfloat16")
+    table = slice_table(MASK)
+    options = {"scale": 1.0, "logits_soft_cap": 0.0}
+    with pytest.raises(ValueError, match="out_dtype must be float32 or the dtype of the operand"):
+        kernel.forward(x, x, x, table, out_dtype=jnp.float16, **options)
+    partial = (zeros(8, 2, 4), zeros(8, 2))
+    with pytest.raises(ValueError, match="merged into another is float32"):
+        kernel.forward(x, x, x, table, accumulate=partial, out_dtype=x.dtype, **options)
+    with pytest.raises(ValueError, match="accumulate must be float32; got bfloat16"):
+        kernel.forward(x, x, x, table, accumulate=(x, zeros(8, 2)), **options)
+    with pytest.raises(ValueError, match=r"accumulate must be \(out \(8, 2, 4\)"):
+        kernel.forward(x, x, x, table, accumulate=(zeros(8, 2, 5), zeros(8, 2)), **options)
+    grads = kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, **options)
+    assert [g.dtype.name for g in grads] == ["float32", "bfloat16", "bfloat16"]
+    wide = kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, dkv_dtype=jnp.float32, **options)
+    assert [g.dtype.name for g in wide] == ["float32"] * 3
+
+
+@pytest.mark.parametrize("built", [(0, 5), (1, 0), (0, 9)])
+def test_library_for_a_newer_runtime_is_refused(built):
+    with pytest.raises(ImportError, match=r"jaxlib 9\.9.*jaxlib 0\.10\.2 has API 0\.3"):
+        ffi.check_ffi_api_version(built, (0, 3), built_jaxlib="9.9", running_jaxlib="0.10.2")
+
+
+@pytest.mark.parametrize("built", [(0, 0), (0, 3)])
+def test_library_for_an_older_runtime_is_taken(built):
+    ffi.check_ffi_api_version(built, (0, 3), built_jaxlib="0.1", running_jaxlib="0.10.2")
+
+
+def test_runtime_version_is_found():
+    assert ffi.build_info()["ffi_api_version"] <= ffi.runtime_ffi_api_version()
