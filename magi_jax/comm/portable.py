@@ -58,9 +58,10 @@ class _Returned:
         self.axis_name = axis_name
         self.leaving = pieces.pair_slots(pieces.by_slot(comm.recv, spec), spec, rank).dst_row
         self.rows = _owner_rows(pieces.pair_slots(comm.send, spec, rank), spec.src_rows)
-        kept = pieces.self_slots(comm.send, spec, rank) if spec.self_rows else None
-        self.kept_rows = None if kept is None else _owner_rows(kept, spec.src_rows)
-        self.kept_from = None if kept is None else kept.dst_row
+        kept = pieces.self_slots(comm.send, spec, rank)
+        self.keeps_rows = spec.self_rows > 0
+        self.kept_rows = _owner_rows(kept, spec.src_rows)[0]
+        self.kept_from = kept.dst_row[0]
 
     def fold(self, step: Callable, state, *leaves: jax.Array, wire_dtypes: tuple):
         """Folds ``state = step(state, rows, *values)`` over the peers in order, itself last.
@@ -72,8 +73,8 @@ class _Returned:
         blocks = [_exchange(_take(y, self.leaving), self.axis_name) for y in wire]
         state = make_varying(state, varying_axes((blocks, self.rows)))
         state, _ = jax.lax.scan(lambda s, xs: (step(s, *xs), None), state, (self.rows, *blocks))
-        if self.kept_rows is not None:
-            state = step(state, self.kept_rows[0], *(_take(y, self.kept_from[0]) for y in leaves))
+        if self.keeps_rows:
+            state = step(state, self.kept_rows, *(_take(y, self.kept_from) for y in leaves))
         return state
 
 

@@ -13,22 +13,22 @@ from magi_jax.parallel.stages import Stages
 from magi_jax.plan import AttentionPlan
 
 
-def forward(stages: Stages, q, k, v, sinks, plan: AttentionPlan):
+def forward(stages: Stages, operands, plan: AttentionPlan):
     """`Stages.forward` on local ``[T, N, H]`` or ``[B, T, N, H]``; ``plan`` still has its ranks."""
+    q, k, v, sinks = operands
     if plan.positions.ndim == 3:
         return in_turns(
-            lambda arrays, part: _forward(stages, *arrays, sinks, part), (q, k, v), plan
+            lambda arrays, part: _forward(stages, (*arrays, sinks), part), (q, k, v), plan
         )
     if q.ndim == 3:
-        return _forward(stages, q, k, v, sinks, plan)
+        return _forward(stages, operands, plan)
     batch = q.shape[0]
-    sinks = _repeat(sinks, batch)
-    out, lse, kept = _forward(stages, *map(_fold, (q, k, v)), sinks, plan)
+    out, lse, kept = _forward(stages, _fold_operands(operands), plan)
     return _unfold(out, batch), _unfold(lse, batch), kept
 
 
 def backward(stages: Stages, cotangents, results, operands, plan: AttentionPlan):
-    """`Stages.backward` on the same arrays; ``operands`` are ``q, k, v, sinks``."""
+    """`Stages.backward` on the same arrays."""
     q, k, v, sinks = operands
     if plan.positions.ndim == 3:
 
@@ -43,16 +43,14 @@ def backward(stages: Stages, cotangents, results, operands, plan: AttentionPlan)
     batch = q.shape[0]
     cotangents = tuple(map(_fold, cotangents))
     results = (*map(_fold, results[:2]), results[2])
-    *gradients, dsinks = _backward(
-        stages, cotangents, results, (*map(_fold, (q, k, v)), _repeat(sinks, batch)), plan
-    )
+    *gradients, dsinks = _backward(stages, cotangents, results, _fold_operands(operands), plan)
     if sinks is not None:
         dsinks = dsinks.reshape(*sinks.shape[:-1], batch, -1).sum(-2)
     return *(_unfold(g, batch) for g in gradients), dsinks
 
 
-def _forward(stages, q, k, v, sinks, plan):
-    return stages.forward(q, k, v, sinks, plan.local(jax.lax.axis_index(stages.axis_name)))
+def _forward(stages, operands, plan):
+    return stages.forward(operands, plan.local(jax.lax.axis_index(stages.axis_name)))
 
 
 def _backward(stages, cotangents, results, operands, plan):
@@ -66,9 +64,11 @@ def _fold(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
 
 
-def _repeat(sinks: jax.Array | None, batch: int) -> jax.Array | None:
-    """Sinks ``[..., N]`` of each sequence's heads, ``[..., B * N]``."""
-    return None if sinks is None else jnp.tile(sinks, batch)
+def _fold_operands(operands):
+    """``q, k, v`` folded, and sinks ``[..., N]`` repeated to ``[..., B * N]``."""
+    q, k, v, sinks = operands
+    sinks = None if sinks is None else jnp.tile(sinks, q.shape[0])
+    return _fold(q), _fold(k), _fold(v), sinks
 
 
 def _unfold(x: jax.Array, batch: int) -> jax.Array:

@@ -77,8 +77,8 @@ def dist_attention(
         mesh: the mesh, where the context has none.
         scale: factor of the logits; None is ``H ** -0.5``.
         logits_soft_cap: logits become ``cap * tanh(logits / cap)``; None for no cap.
-        sinks: ``[N]``, or ``[X, N]`` for several: logits that join the softmax of every row of their
-            head and have no value.
+        sinks: ``[N]``, or ``[X, N]`` for several: logits that join the softmax of every row of
+            their head and have no value.
         implementation: kernel to use, by name or itself; None chooses by platform.
         batch_axes: automatic mesh axes that B is sharded over.
         head_axis: automatic mesh axes that N and K are sharded over.
@@ -144,10 +144,12 @@ def _attention(call, operands, plan):
     return out, lse
 
 
+# Jitted, so that layers with equal shapes are traced once.
+@functools.partial(jax.jit, static_argnums=0)
 def _forward(call, operands, plan):
     return run(
         call.region,
-        lambda operands, plan: batch.forward(call.stages, *operands, plan),
+        lambda operands, plan: batch.forward(call.stages, operands, plan),
         (operands, plan),
         in_specs=(call.operand_specs, call.specs.plan),
         out_specs=call.result_specs,
@@ -162,8 +164,8 @@ def _attention_forward(call, operands, plan):
     return (out, lse), (operands, plan, (out, lse, kept))
 
 
-def _attention_backward(call, residuals, cotangents):
-    operands, plan, results = residuals
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(call, cotangents, results, operands, plan):
     # Rows are split over these axes; a manual one is the caller's to sum over, as for any operand.
     summed = call.specs.batch + call.specs.rows
 
@@ -173,14 +175,18 @@ def _attention_backward(call, residuals, cotangents):
             dsinks = jax.lax.psum(dsinks, summed)
         return *gradients, dsinks
 
-    gradients = run(
+    return run(
         call.region,
         backward,
         (cotangents, results, operands, plan),
         in_specs=(call.result_specs[:2], call.result_specs, call.operand_specs, call.specs.plan),
         out_specs=call.operand_specs,
     )
-    return gradients, None
+
+
+def _attention_backward(call, residuals, cotangents):
+    operands, plan, results = residuals
+    return _backward(call, cotangents, results, operands, plan), None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

@@ -111,6 +111,7 @@ def _moved_backward(sharded, comm, cotangents):
 _moved.defvjp(_moved_forward, _moved_backward)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _carry_out(sharded: _Sharded, leaves: list[jax.Array], comm: CommMeta) -> list[jax.Array]:
     """The move on padded whole arrays or local rows."""
     move = sharded.move

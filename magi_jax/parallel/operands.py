@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from magi_jax.parallel.region import AxisNames, Region, as_tuple, check_axes, explicit_entries
+from magi_jax.parallel.stages import Operands
 from magi_jax.plan import AttentionPlan
-
-Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]  # q, k, v, sinks
 
 
 @dataclass(frozen=True)

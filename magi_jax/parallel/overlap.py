@@ -34,7 +34,7 @@ def on_communication_stream(fn: Callable) -> Callable:
     if device is None or device.platform not in GPU_PLATFORMS:
         return fn
     # jax 0.10 has this form under another name.
-    annotate = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    annotate: Callable = getattr(compute_on, "compute_on2", compute_on.compute_on)
     return annotate(
         fn,
         compute_type="gpu_stream:collective",

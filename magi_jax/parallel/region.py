@@ -81,7 +81,7 @@ def find_region(axis_name: str, mesh: Mesh | AbstractMesh | None, caller: str) -
         raise ValueError(
             f"{caller} got mesh={dict(mesh.shape)}, but the context has {dict(context.shape)}"
         )
-    around = mesh if context.empty else context
+    around = context if mesh is None or not context.empty else mesh
     if axis_name not in around.axis_names:
         raise ValueError(
             f"{caller} got axis_name={axis_name!r}, which is no axis of the mesh"
@@ -118,7 +118,7 @@ def run(region: Region, fn: Callable, args: tuple, in_specs: Any, out_specs: Any
 
 
 def _forget_varying(tree: Any) -> Any:
-    """The same values, of which JAX no longer knows over which axes of an outer `shard_map` they vary.
+    """The same values, without the axes of an outer `shard_map` over which JAX knows them to vary.
 
     Arguments bring that along into a `shard_map` that does not track it, where custom calls and
     `pcast` then trip over it. Results of operations there do not have it, so a shape is changed and

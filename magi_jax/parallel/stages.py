@@ -17,6 +17,7 @@ from magi_jax.parallel.overlap import after, barrier, on_communication_stream
 from magi_jax.plan import AttentionPlan, CommMeta
 
 KeysValues = tuple[jax.Array, jax.Array]
+Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]  # q, k, v, sinks
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,21 @@ class Stages:
     keep_remote_kv: bool
 
     def forward(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, plan: AttentionPlan
+        self, operands: Operands, plan: AttentionPlan
     ) -> tuple[jax.Array, jax.Array, tuple[KeysValues, ...]]:
         """Returns ``out [T, N, Hv]`` in the dtype of q, ``lse [T, N]`` float32, and the remote keys
         and values of each stage if they are kept.
         """
+        q, k, v, sinks = operands
         options = self._kernel_options()
         attend = self.implementation.forward
         remote = _Prefetch(self, (k, v), plan.comm)
         out, lse = attend(q, k, v, plan.calc[0], out_dtype=jnp.float32, **options)
         kept = []
         for stage, table in enumerate(plan.calc[1:]):
-            keys_values, (out, lse) = remote.take(stage, (out, lse))
+            keys_values, merged = remote.take(stage, (out, lse))
             kept.append(keys_values)
-            out, lse = attend(
-                q, *keys_values, table, accumulate=(out, lse), out_dtype=jnp.float32, **options
-            )
+            out, lse = attend(q, *keys_values, table, accumulate=merged, **options)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
         return out.astype(q.dtype), lse, tuple(kept) if self.keep_remote_kv else ()
@@ -66,7 +66,7 @@ class Stages:
         self,
         cotangents: tuple[jax.Array, jax.Array],
         results: tuple[jax.Array, jax.Array, tuple[KeysValues, ...]],
-        operands: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None],
+        operands: Operands,
         plan: AttentionPlan,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Gradients of q, k, v and sinks in their dtypes; that of sinks over this rank's rows only.
@@ -81,16 +81,9 @@ class Stages:
         delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
 
         def gradients(keys_values, table):
-            return self.implementation.backward(
-                dout,
-                q,
-                *keys_values,
-                lse,
-                delta,
-                table,
-                dkv_dtype=jnp.float32,
-                **self._kernel_options(),
-            )
+            k, v = keys_values
+            options = self._kernel_options() | {"dkv_dtype": jnp.float32}
+            return self.implementation.backward(dout, q, k, v, lse, delta, table, **options)
 
         # Tied to the cotangents: it must not start before, nor be merged with the forward pass's
         # transfer, whose result would then be kept alive in between.
@@ -102,7 +95,7 @@ class Stages:
             stage_dq, *stage_dkv = gradients(keys_values, table)
             dq = dq + stage_dq
             if returning is not None:
-                # They had the stage above to hide behind.
+                # Those of the stage before had this one to hide behind.
                 returning, dq = barrier(returning, dq)
                 dkv = jax.tree.map(jnp.add, dkv, returning)
             returning = self._send_back(stage_dkv, plan.comm[stage])
@@ -112,7 +105,7 @@ class Stages:
         dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
 
-    def _kernel_options(self) -> dict[str, float]:
+    def _kernel_options(self) -> dict[str, Any]:
         return {"scale": self.scale, "logits_soft_cap": self.logits_soft_cap}
 
     def fetch(self, keys_values: KeysValues, comm: CommMeta) -> KeysValues:

@@ -42,7 +42,7 @@ class Tensor(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Size, with dtypes of less than a byte rounded up as a whole."""
-        return -(-self.elements * _bits(self.dtype) // 8)
+        return -(-self.elements * (_bits(self.dtype) or 0) // 8)
 
 
 class Collective(NamedTuple):
