@@ -1,0 +1,106 @@
+"""How long kernels and transfers take: rates by slice shape and by link, as data.
+
+The defaults are round figures for one H100 or H200: kernel rates of flexible attention in bfloat16 at head
+dim 128, 370 GB/s over NVLink as measured between two H200, and 50 GB/s per GPU between nodes. Measured
+tables are loaded with `CostModel.from_json`.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from magi_jax.masks import bands
+
+# (visible keys per query row of a slice, TFLOP/s); between the points rates follow the logarithm.
+FORWARD_TFLOPS = (
+    (64, 120.0), (128, 210.0), (256, 330.0), (512, 440.0), (1024, 520.0), (2048, 570.0),
+    (4096, 600.0), (16384, 640.0),
+)  # fmt: skip
+BACKWARD_TFLOPS = (
+    (64, 80.0), (128, 140.0), (256, 220.0), (512, 310.0), (1024, 380.0), (2048, 450.0),
+    (4096, 500.0), (16384, 550.0),
+)  # fmt: skip
+FLOPS_PER_PAIR = 4  # of a (query, key) pair, per head and head dim: q.k and p.v
+BACKWARD_FLOPS_RATIO = 2.5
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Rates of one machine for one attention layer.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: of the layer on one GPU.
+        dtype_bytes: bytes of a key or value element in forward and backward casts.
+        grad_bytes: bytes of an element of dK and dV on their way to the owner.
+        forward_tflops, backward_tflops: kernel rate by visible keys per query row, rising in keys.
+        link_gbps: GB/s that a GPU receives (and sends) inside a node.
+        node_link_gbps: GB/s that a GPU receives (and sends) across nodes.
+        latency_us: fixed time of a cast or a reduce.
+    """
+
+    num_heads: int = 64
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    dtype_bytes: int = 2
+    grad_bytes: int = 4
+    forward_tflops: tuple[tuple[float, float], ...] = FORWARD_TFLOPS
+    backward_tflops: tuple[tuple[float, float], ...] = BACKWARD_TFLOPS
+    link_gbps: float = 370.0
+    node_link_gbps: float = 50.0
+    latency_us: float = 15.0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, tuple):
+                table = np.asarray(value, float)
+                if table.ndim != 2 or table.shape[1] != 2 or (np.diff(table[:, 0]) <= 0).any():
+                    raise ValueError(
+                        f"{field.name} must list (keys, TFLOP/s) with rising keys, got {value}"
+                    )
+            elif value < 0 or (value == 0 and field.name != "latency_us"):
+                raise ValueError(f"{field.name} must be positive, got {value}")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "CostModel":
+        """Reads a model from a JSON object of the attributes' names; those left out keep their default.
+
+        Raises:
+            ValueError: a name is unknown or a table is malformed.
+        """
+        values = json.loads(Path(path).read_text())
+        unknown = set(values) - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            raise ValueError(f"{path}: unknown entries {sorted(unknown)}")
+        for name in ("forward_tflops", "backward_tflops"):
+            if name in values:
+                values[name] = tuple(tuple(point) for point in values[name])
+        return cls(**values)
+
+    def kernel_us(self, slices: np.ndarray, backward: bool = False) -> np.ndarray:
+        """Time of each tight slice ``[A, 6]`` as part of a large launch, microseconds ``[A]``."""
+        area = bands.area(slices)
+        rows = np.maximum(slices[:, bands.Q_END] - slices[:, bands.Q_START], 1)
+        table = np.asarray(self.backward_tflops if backward else self.forward_tflops, float)
+        keys = np.maximum(area / rows, 1.0)
+        tflops = np.interp(np.log(keys), np.log(table[:, 0]), table[:, 1])
+        flops = FLOPS_PER_PAIR * area * self.num_heads * self.head_dim
+        return flops * (BACKWARD_FLOPS_RATIO if backward else 1.0) / (tflops * 1e6)
+
+    def cast_us(self, near_rows: np.ndarray, far_rows: np.ndarray) -> np.ndarray:
+        """Time for key and value rows: ``near_rows`` inside the node beside ``far_rows`` across nodes."""
+        return self._move_us(near_rows, far_rows, self.dtype_bytes)
+
+    def reduce_us(self, near_rows: np.ndarray, far_rows: np.ndarray) -> np.ndarray:
+        """Time for the same rows of dK and dV on their way back."""
+        return self._move_us(near_rows, far_rows, self.grad_bytes)
+
+    def _move_us(self, near_rows, far_rows, element_bytes):
+        row_bytes = 2 * self.num_kv_heads * self.head_dim * element_bytes
+        near_us = near_rows * row_bytes / (self.link_gbps * 1e3)
+        far_us = far_rows * row_bytes / (self.node_link_gbps * 1e3)
+        busy = (near_rows > 0) | (far_rows > 0)
+        return np.maximum(near_us, far_us) + self.latency_us * busy

@@ -1,0 +1,150 @@
+"""What a step of attention should take: kernels and casts of every rank, laid side by side.
+
+A rank has one compute stream and one communication stream. The cast of a stage is issued when the
+attention of the stage before it starts; the dK and dV of a stage leave when its attention is done.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver.stages import StageSlices
+
+
+class StageWork(NamedTuple):
+    """What each rank does in each stage of one plan, for ``S`` remote stages.
+
+    Attributes:
+        forward_us, backward_us: ``[1 + S, cp]`` kernel time; stage 0 is local.
+        cast_us: ``[S, cp]`` time of the cast that feeds stage ``i + 1``.
+        reduce_us: ``[S, cp]`` time of the way back of its dK and dV.
+    """
+
+    forward_us: np.ndarray
+    backward_us: np.ndarray
+    cast_us: np.ndarray
+    reduce_us: np.ndarray
+
+
+class Timeline(NamedTuple):
+    """When things happen on each rank in one direction, microseconds.
+
+    Attributes:
+        compute: ``[1 + S, cp, 2]`` begin and end of each stage's kernel.
+        cast: ``[S, cp, 2]`` begin and end of each cast.
+        reduce: ``[S, cp, 2]`` begin and end of each reduce; of zero length in the forward direction.
+    """
+
+    compute: np.ndarray
+    cast: np.ndarray
+    reduce: np.ndarray
+
+    @property
+    def predicted_us(self) -> float:
+        """When the last rank is done."""
+        ends = [part[..., 1].max(initial=0.0) for part in self]
+        return float(max(ends))
+
+    @property
+    def efficiency(self) -> float:
+        """Mean kernel time of a rank over the predicted time; 1.0 when there is nothing to do."""
+        busy_us = (self.compute[..., 1] - self.compute[..., 0]).sum(axis=0).mean()
+        predicted_us = self.predicted_us
+        return float(busy_us / predicted_us) if predicted_us > 0 else 1.0
+
+
+def move_times(
+    traffic: np.ndarray, ranks_per_node: int, model: CostModel
+) -> tuple[np.ndarray, np.ndarray]:
+    """Times of casts and of reduces, ``[S, cp]`` each, from rows ``traffic [S, cp (source), cp]``.
+
+    A rank is held up by what it receives or by what it sends, whichever is more; rows cross nodes once
+    for each rank that needs them.
+    """
+    node = np.arange(traffic.shape[-1]) // ranks_per_node
+    crosses = node[:, None] != node
+    near, far = traffic * ~crosses, traffic * crosses
+    near_rows = np.maximum(near.sum(axis=1), near.sum(axis=2))
+    far_rows = np.maximum(far.sum(axis=1), far.sum(axis=2))
+    return model.cast_us(near_rows, far_rows), model.reduce_us(near_rows, far_rows)
+
+
+def stage_work(
+    stages: list[StageSlices], traffic: np.ndarray, ranks_per_node: int, model: CostModel
+) -> StageWork:
+    """Times of a plan's stages.
+
+    Args:
+        stages: local slices of stage 0 and of the ``S`` remote stages.
+        traffic: ``[S, cp, cp]`` rows from source (second axis) to destination.
+        ranks_per_node: ranks of a node.
+        model: the machine.
+    """
+    cp_size = traffic.shape[-1]
+    kernel_us = [
+        np.stack(
+            [
+                np.bincount(
+                    stage.rank, weights=model.kernel_us(stage.slices, backward), minlength=cp_size
+                )
+                for stage in stages
+            ]
+        )
+        for backward in (False, True)
+    ]
+    return StageWork(*kernel_us, *move_times(traffic, ranks_per_node, model))
+
+
+def simulate(work: StageWork, backward: bool = False) -> Timeline:
+    """Lays the stages of one direction out in time."""
+    kernel_us = work.backward_us if backward else work.forward_us
+    reduce_us = work.reduce_us if backward else np.zeros_like(work.reduce_us)
+    num_stages, cp_size = work.cast_us.shape
+    compute = np.zeros((num_stages + 1, cp_size, 2))
+    cast, reduce = np.zeros((num_stages, cp_size, 2)), np.zeros((num_stages, cp_size, 2))
+    link_free, arrived, kernel_free = np.zeros(cp_size), np.zeros(cp_size), np.zeros(cp_size)
+    for stage in range(num_stages + 1):
+        begin = np.maximum(kernel_free, arrived)
+        kernel_free = begin + kernel_us[stage]
+        compute[stage] = np.stack([begin, kernel_free], axis=1)
+        if stage < num_stages:  # issued first, so that it is ahead of this stage's reduce
+            start = np.maximum(link_free, begin)
+            link_free = arrived = start + work.cast_us[stage]
+            cast[stage] = np.stack([start, link_free], axis=1)
+        if stage > 0:
+            start = np.maximum(link_free, kernel_free)
+            link_free = start + reduce_us[stage - 1]
+            reduce[stage - 1] = np.stack([start, link_free], axis=1)
+    return Timeline(compute, cast, reduce)
+
+
+def split_evenly(work: StageWork, num_stages: int, latency_us: float) -> StageWork:
+    """The same work with its one remote stage cut into ``num_stages`` of equal rows and area."""
+    parts = np.ones((num_stages, 1)) / num_stages
+
+    def moves(total_us):
+        rows_us = np.maximum(total_us - latency_us, 0.0)
+        return parts * rows_us + latency_us * (total_us > 0)
+
+    return StageWork(
+        forward_us=np.concatenate([work.forward_us[:1], parts * work.forward_us[1:]]),
+        backward_us=np.concatenate([work.backward_us[:1], parts * work.backward_us[1:]]),
+        cast_us=moves(work.cast_us),
+        reduce_us=moves(work.reduce_us),
+    )
+
+
+def best_num_stages(work: StageWork, model: CostModel, most: int = 4) -> int:
+    """Number of equal remote stages, 1 to ``most``, with the least time of forward and backward.
+
+    Args:
+        work: of a plan with one remote stage.
+        model: gives the fixed time of a cast.
+        most: stages at most.
+    """
+    times_us = []
+    for num_stages in range(1, most + 1):
+        split = split_evenly(work, num_stages, model.latency_us)
+        times_us.append(sum(simulate(split, backward).predicted_us for backward in (False, True)))
+    return 1 + int(np.argmin(times_us))
