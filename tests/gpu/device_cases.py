@@ -1,6 +1,6 @@
 """Random operands and comparison with the float64 oracle, for kernels on a device."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,11 @@ from magi_jax.testing import oracle
 
 # Relative error in the 2-norm. Probabilities and gradients are rounded to the dtype once before a product.
 TOLERANCE = {"bfloat16": 6e-3, "float16": 1e-3}
+PATHS = [
+    path
+    for path in (cuda.SM80, cuda.SM90)
+    if cuda.refusal(path.name, cuda.device_capability()) is None
+]
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,6 @@ class Case:
         """Scale and cap."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         return {"scale": scale, "logits_soft_cap": self.logits_soft_cap}
-
-    def with_options(self, **changes) -> "Case":
-        """A copy with other fields."""
-        return replace(self, **changes)
 
 
 def run(implementation: cuda.CudaImplementation, case: Case, operands=None) -> dict[str, np.ndarray]:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from device_cases import Case, check, expected, run
+from device_cases import PATHS, Case, check, expected, run
 
 import magi_jax
 from magi_jax import masks
@@ -12,10 +12,6 @@ from magi_jax.ops import cuda
 from magi_jax.plan import slice_table
 from magi_jax.testing.cases import mask_cases, random_mask
 
-CAPABILITY = cuda.device_capability()
-PATHS = [
-    path for path in (cuda.SM80, cuda.SM90) if cuda.refusal(path.name, CAPABILITY) is None
-]
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 
 paths = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
@@ -173,7 +169,7 @@ def test_gradients_through_the_public_function():
 
 
 def test_the_device_chooses_its_kernels():
-    chosen = cuda.for_capability(CAPABILITY)
+    chosen = cuda.for_capability(cuda.device_capability())
     assert chosen.forward_paths[-1] == "sm80"
     case = Case(masks.causal(64))
     q, k, v, *_ = case.operands()

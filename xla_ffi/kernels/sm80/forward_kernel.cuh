@@ -32,35 +32,34 @@ struct ForwardTraits {
   using Bits = ColumnBits<kColumns>;
 };
 
-// Running softmax of a thread's rows: maximum in log2 units, and the thread's part of the sum.
+// Running softmax of a thread's rows: maximal logit, and the thread's part of the sum.
 template <int kRows>
 struct SoftmaxState {
   float max[kRows], sum[kRows];
   uint32_t poisoned;  // bit r: row r sees a value that is inf or NaN and was zeroed, see poison.cuh
 };
 
-// Products to logits in log2 units; columns not visible become -inf.
+// Products to logits, in units of 1 / log2_factor of log2; columns not visible become -inf.
 template <class C>
 __device__ __forceinline__ void ToLogits(Fragment<C::kMTiles, C::kSTiles>& s, const Logits& logits,
                                          bool masked, const typename C::Bits (&visible)[C::kRows]) {
+  if (logits.transforms()) {
 #pragma unroll
-  for (int m = 0; m < C::kMTiles; ++m) {
-#pragma unroll
-    for (int n = 0; n < C::kSTiles; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c)
-        s[m][n][c] =
-            logits.capped() ? logits.cap_log2 * logits.Tanh(s[m][n][c]) : s[m][n][c] * logits.factor;
-    if (!masked) continue;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const auto bits = visible[2 * m + half] >> ColumnShift();
+    for (int m = 0; m < C::kMTiles; ++m)
 #pragma unroll
       for (int n = 0; n < C::kSTiles; ++n)
 #pragma unroll
-        for (int c = 2 * half; c < 2 * half + 2; ++c)
-          if (!IsVisible(bits, n, c)) s[m][n][c] = -INFINITY;
-    }
+        for (int c = 0; c < 4; ++c) s[m][n][c] = logits.Transform(s[m][n][c]);
+  }
+  if (!masked) return;
+#pragma unroll
+  for (int r = 0; r < C::kRows; ++r) {
+    const auto bits = visible[r] >> ColumnShift();
+#pragma unroll
+    for (int n = 0; n < C::kSTiles; ++n)
+#pragma unroll
+      for (int c = r % 2 * 2; c < r % 2 * 2 + 2; ++c)
+        if (!IsVisible(bits, n, c)) s[r / 2][n][c] = -INFINITY;
   }
 }
 
@@ -68,7 +67,7 @@ __device__ __forceinline__ void ToLogits(Fragment<C::kMTiles, C::kSTiles>& s, co
 template <class C>
 __device__ __forceinline__ void UpdateSoftmax(Fragment<C::kMTiles, C::kSTiles>& s,
                                               Fragment<C::kMTiles, C::kOTiles>& o,
-                                              SoftmaxState<C::kRows>& state) {
+                                              SoftmaxState<C::kRows>& state, float log2_factor) {
 #pragma unroll
   for (int r = 0; r < C::kRows; ++r) {
     const int m = r / 2, c0 = r % 2 * 2;
@@ -78,22 +77,27 @@ __device__ __forceinline__ void UpdateSoftmax(Fragment<C::kMTiles, C::kSTiles>& 
       row_max = fmaxf(row_max, fmaxf(s[m][n][c0], s[m][n][c0 + 1]));
     row_max = QuadMax(row_max);
     // A row that has seen nothing keeps a finite reference, so that exp2 gives 0 and never NaN.
-    const float reference = row_max == -INFINITY ? 0.f : row_max;
-    const float rescale = Exp2(state.max[r] - reference);
-    float sum = state.sum[r] * rescale;
+    // (__fmul_rn: contracted into an fma, equal maxima would rescale by something else than 1.)
+    const float reference = row_max == -INFINITY ? 0.f : __fmul_rn(row_max, log2_factor);
+    // Maxima settle after a few blocks; most blocks leave O as it is.
+    if (__any_sync(0xffffffff, row_max > state.max[r])) {
+      const float rescale = Exp2(__fmul_rn(state.max[r], log2_factor) - reference);
+      state.sum[r] *= rescale;
+      state.max[r] = row_max;
+#pragma unroll
+      for (int n = 0; n < C::kOTiles; ++n) {
+        o[m][n][c0] *= rescale;
+        o[m][n][c0 + 1] *= rescale;
+      }
+    }
+    float sum = state.sum[r];
 #pragma unroll
     for (int n = 0; n < C::kSTiles; ++n)
 #pragma unroll
       for (int c = c0; c < c0 + 2; ++c) {
-        s[m][n][c] = Exp2(s[m][n][c] - reference);
+        s[m][n][c] = Exp2(fmaf(s[m][n][c], log2_factor, -reference));
         sum += s[m][n][c];
       }
-#pragma unroll
-    for (int n = 0; n < C::kOTiles; ++n) {
-      o[m][n][c0] *= rescale;
-      o[m][n][c0 + 1] *= rescale;
-    }
-    state.max[r] = row_max;
     state.sum[r] = sum;
   }
 }
@@ -102,10 +106,10 @@ __device__ __forceinline__ void UpdateSoftmax(Fragment<C::kMTiles, C::kSTiles>& 
 // threads of a row are here together: they share its lse.
 template <class C>
 __device__ __forceinline__ void WriteRow(const ForwardParams& params, int64_t row_head,
-                                         const float (&o)[C::kOTiles][4], int c0, float max, float sum,
-                                         bool poisoned) {
+                                         const float (&o)[C::kOTiles][4], int c0, float max_log2,
+                                         float sum, bool poisoned) {
   float weight = sum == 0.f ? 0.f : 1.f / sum;
-  float lse = sum == 0.f ? -INFINITY : (max + log2f(sum)) * kLn2;
+  float lse = sum == 0.f ? -INFINITY : (max_log2 + log2f(sum)) * kLn2;
   if (poisoned) weight = NAN;
   float old_weight = 0.f;
   if (params.accumulate) {
@@ -185,7 +189,7 @@ __global__ void __launch_bounds__(C::kThreads)
       VisibleColumns<false, C::kColumns>(visible, walk, table, params.slices, problem.num_slices, rows,
                                          rows.begin + warp_row);
     ToLogits<C>(s, logits, masked, visible);
-    UpdateSoftmax<C>(s, o, state);
+    UpdateSoftmax<C>(s, o, state, logits.log2_factor);
     Operand<C::kMTiles, C::kSTiles> p;
     Round<T>(s, p);
 
@@ -211,7 +215,7 @@ __global__ void __launch_bounds__(C::kThreads)
     const int row = rows.begin + warp_row + RowOf(r);
     if (row < rows.end)
       WriteRow<C>(params, static_cast<int64_t>(row) * problem.num_heads + head, o[r / 2], r % 2 * 2,
-                  state.max[r], sum, state.poisoned >> r & 1);
+                  __fmul_rn(state.max[r], logits.log2_factor), sum, state.poisoned >> r & 1);
   }
 }
 

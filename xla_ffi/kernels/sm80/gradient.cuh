@@ -43,22 +43,29 @@ __device__ __forceinline__ void ToGradients(Fragment<kMTiles, kNTiles>& s,
                                             Fragment<kMTiles, kNTiles>& dp, const Logits& logits,
                                             const Statistics& statistics, bool masked,
                                             const Bits (&visible)[2 * kMTiles]) {
+  if (logits.capped()) {
 #pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
+    for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
-    for (int n = 0; n < kNTiles; ++n)
+      for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float lse = statistics.Lse(m, n, c), delta = statistics.Delta(m, n, c);
-        if (logits.capped()) {
+        for (int c = 0; c < 4; ++c) {
           const float tanh = logits.Tanh(s[m][n][c]);
-          s[m][n][c] = Exp2(logits.cap_log2 * tanh - lse);
-          dp[m][n][c] = s[m][n][c] * (dp[m][n][c] - delta) * (1.f - tanh * tanh);
-        } else {
-          s[m][n][c] = Exp2(s[m][n][c] * logits.factor - lse);
-          dp[m][n][c] = s[m][n][c] * (dp[m][n][c] - delta);
+          s[m][n][c] = Exp2(logits.cap_log2 * tanh - statistics.Lse(m, n, c));
+          dp[m][n][c] =
+              s[m][n][c] * (dp[m][n][c] - statistics.Delta(m, n, c)) * (1.f - tanh * tanh);
         }
-      }
+  } else {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          s[m][n][c] = Exp2(fmaf(s[m][n][c], logits.factor, -statistics.Lse(m, n, c)));
+          dp[m][n][c] = s[m][n][c] * (dp[m][n][c] - statistics.Delta(m, n, c));
+        }
+  }
   if (!masked) return;
 #pragma unroll
   for (int r = 0; r < 2 * kMTiles; ++r) {

@@ -41,14 +41,28 @@ struct HeadRows {
 template <class TileT, int kThreads>
 __device__ __forceinline__ void LoadRows(uint32_t tile, const HeadRows& from, int first, int end) {
   constexpr int kTotal = TileT::kRows * TileT::kChunks;
+  end = min(end, from.length);
+  if constexpr (kThreads % TileT::kChunks == 0 && kTotal % kThreads == 0) {
+    // Each thread keeps its column and steps down the rows.
+    constexpr int kStep = kThreads / TileT::kChunks;
+    const int row = threadIdx.x / TileT::kChunks, chunk = threadIdx.x % TileT::kChunks;
+    const char* source = from.base + (first + row) * from.stride_bytes + chunk * 16;
 #pragma unroll
-  for (int start = 0; start < kTotal; start += kThreads) {
-    const int i = start + threadIdx.x;
-    if (kTotal % kThreads != 0 && i >= kTotal) break;
-    const int row = i / TileT::kChunks, chunk = i % TileT::kChunks;
-    const bool inside = first + row < min(end, from.length);
-    const char* source = from.base + (inside ? (first + row) * from.stride_bytes + chunk * 16 : 0);
-    CopyAsync16(tile + TileT::Offset(row, chunk), source, inside);
+    for (int step = 0; step < TileT::kRows; step += kStep) {
+      // An address that is not read is never dereferenced, so it may lie outside.
+      CopyAsync16(tile + TileT::Offset(row + step, chunk), source, first + row + step < end);
+      source += kStep * from.stride_bytes;
+    }
+  } else {
+#pragma unroll
+    for (int start = 0; start < kTotal; start += kThreads) {
+      const int i = start + threadIdx.x;
+      if (kTotal % kThreads != 0 && i >= kTotal) break;
+      const int row = i / TileT::kChunks, chunk = i % TileT::kChunks;
+      const bool inside = first + row < end;
+      const char* source = from.base + (inside ? (first + row) * from.stride_bytes + chunk * 16 : 0);
+      CopyAsync16(tile + TileT::Offset(row, chunk), source, inside);
+    }
   }
 }
 
