@@ -70,8 +70,8 @@ py::tuple ChooseCudaKernel(const std::string& path, bool backward, const std::st
   problem.v_head_dim = extents[5];
   problem.tile_size = extents[6];
   problem.dtype = decode(dtype);
-  const KernelChoice choice = backward ? ChooseBackward(path, problem)
-                                       : ChooseForward(path, problem, decode(out_dtype));
+  const KernelChoice choice =
+      backward ? ChooseBackward(path, problem) : ChooseForward(path, problem, decode(out_dtype));
   return py::make_tuple(choice.description, choice.refusal);
 }
 #endif
@@ -83,8 +83,9 @@ PYBIND11_MODULE(_ffi, m) {
   m.def("registrations", &Registrations, "List of (target, platform, {stage: capsule}).");
   m.def("build_info", &BuildInfo, "Versions that the library was built with, and its parts.");
 #ifdef MAGI_JAX_WITH_CUDA
-  m.def("choose_cuda_kernel", &ChooseCudaKernel,
-        "(description, refusal) of a path for (T, S, N, K, H, Hv, tile_size); one of them is empty.");
+  m.def(
+      "choose_cuda_kernel", &ChooseCudaKernel,
+      "(description, refusal) of a path for (T, S, N, K, H, Hv, tile_size); one of them is empty.");
 #endif
 }
 

@@ -55,7 +55,9 @@ class Case:
         return {"scale": scale, "logits_soft_cap": self.logits_soft_cap}
 
 
-def run(implementation: cuda.CudaImplementation, case: Case, operands=None) -> dict[str, np.ndarray]:
+def run(
+    implementation: cuda.CudaImplementation, case: Case, operands=None
+) -> dict[str, np.ndarray]:
     """Forward and backward on the device."""
     q, k, v, dout, dlse = case.operands() if operands is None else operands
     table = slice_table(case.mask, tile_size=case.tile_size)
@@ -98,4 +100,6 @@ def check(got: dict[str, np.ndarray], want: dict[str, np.ndarray], dtype: str) -
         # Where a softmax has one key, dq and dk are differences of equal numbers.
         absolute = np.abs(value - reference).max(initial=0.0)
         limit = TOLERANCE[dtype]
-        assert error < limit or absolute < limit, f"{name}: error {error:.2e}, at most {absolute:.2e}"
+        assert error < limit or absolute < limit, (
+            f"{name}: error {error:.2e}, at most {absolute:.2e}"
+        )

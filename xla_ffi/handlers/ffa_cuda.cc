@@ -1,7 +1,7 @@
 // Attention targets on NVIDIA GPUs: decode, validate, enqueue on the stream of the call. Nothing is
-// allocated, nothing waits, and nothing but kernels and memsets is enqueued, so that XLA may record the
-// calls into command buffers. Tables lie in device memory: their shapes are checked here, their values are
-// clamped by the kernels.
+// allocated, nothing waits, and nothing but kernels and memsets is enqueued, so that XLA may record
+// the calls into command buffers. Tables lie in device memory: their shapes are checked here, their
+// values are clamped by the kernels.
 
 #include <cuda_runtime_api.h>
 
@@ -52,9 +52,9 @@ struct Sm90 {
 
 ffi::Error LaunchError(cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kInternal, std::string("the attention kernel was not launched: ") +
-                                                   cudaGetErrorName(error) + ", " +
-                                                   cudaGetErrorString(error));
+  return ffi::Error(ffi::ErrorCode::kInternal,
+                    std::string("the attention kernel was not launched: ") +
+                        cudaGetErrorName(error) + ", " + cudaGetErrorString(error));
 }
 
 // Kernels move 16 bytes at a time.
@@ -65,8 +65,8 @@ ffi::Error CheckAligned(const char* name, Operand buffer) {
                          std::to_string(address % 16) + " past a multiple of them");
 }
 
-ffi::Error DecodeTable(Operand slices, const TileRunsOperands& walk, int32_t length, Problem* problem,
-                       const Slice** rows, TileRuns* runs) {
+ffi::Error DecodeTable(Operand slices, const TileRunsOperands& walk, int32_t length,
+                       Problem* problem, const Slice** rows, TileRuns* runs) {
   MAGI_JAX_RETURN_IF_ERROR(DecodeSlices(slices, rows));
   MAGI_JAX_RETURN_IF_ERROR(DecodeTileRuns(walk, length, problem->tile_size, runs));
   problem->num_slices = static_cast<int32_t>(slices.dimensions()[0]);
@@ -75,9 +75,9 @@ ffi::Error DecodeTable(Operand slices, const TileRunsOperands& walk, int32_t len
   return ffi::Error::Success();
 }
 
-ffi::Error DecodeForward(Operand q, Operand k, Operand v, Operand slices, const TileRunsOperands& walk,
-                         const Attributes& attributes, Operand out, Operand lse,
-                         ForwardParams* params) {
+ffi::Error DecodeForward(Operand q, Operand k, Operand v, Operand slices,
+                         const TileRunsOperands& walk, const Attributes& attributes, Operand out,
+                         Operand lse, ForwardParams* params) {
   Problem& problem = params->problem;
   MAGI_JAX_RETURN_IF_ERROR(DecodeProblem(q, k, v, attributes, &problem));
   MAGI_JAX_RETURN_IF_ERROR(
@@ -102,7 +102,8 @@ ffi::Error DecodeForward(Operand q, Operand k, Operand v, Operand slices, const 
 }
 
 template <class Path>
-ffi::Error RunForward(const ForwardParams& params, ffi::RemainingRets scratch, cudaStream_t stream) {
+ffi::Error RunForward(const ForwardParams& params, ffi::RemainingRets scratch,
+                      cudaStream_t stream) {
   const std::string reason = Path::Refuse(params);
   if (!reason.empty()) return InvalidArgument(reason);
   const size_t bytes = Path::ForwardScratchBytes(params.problem);
@@ -122,9 +123,10 @@ ffi::Error RunForward(const ForwardParams& params, ffi::RemainingRets scratch, c
 }
 
 template <class Path>
-ffi::Error Forward(cudaStream_t stream, Operand q, Operand k, Operand v, Operand slices, Operand ptr,
-                   Operand runs, Operand ids, Operand order, Result out, Result lse,
-                   ffi::RemainingRets scratch, float scale, float logits_soft_cap, int32_t tile_size) {
+ffi::Error Forward(cudaStream_t stream, Operand q, Operand k, Operand v, Operand slices,
+                   Operand ptr, Operand runs, Operand ids, Operand order, Result out, Result lse,
+                   ffi::RemainingRets scratch, float scale, float logits_soft_cap,
+                   int32_t tile_size) {
   ForwardParams params = {};
   MAGI_JAX_RETURN_IF_ERROR(DecodeForward(q, k, v, slices, {"by_query", ptr, runs, ids, order},
                                          {scale, logits_soft_cap, tile_size}, *out, *lse, &params));

@@ -1,4 +1,5 @@
-// What the CUDA part of the library can run, for those who choose a kernel before a call is compiled.
+// What the CUDA part of the library can run, for those who choose a kernel before a call is
+// compiled.
 
 #ifndef MAGI_JAX_XLA_FFI_HANDLERS_KERNELS_CUDA_H_
 #define MAGI_JAX_XLA_FFI_HANDLERS_KERNELS_CUDA_H_
@@ -14,7 +15,8 @@ struct KernelChoice {
   std::string refusal;      // why not, and what would be accepted; empty when it runs
 };
 
-// `path` is "sm80" or "sm90". Only dtype, head counts, head dims, lengths and tile size are looked at.
+// `path` is "sm80" or "sm90". Only dtype, head counts, head dims, lengths and tile size are looked
+// at.
 KernelChoice ChooseForward(const std::string& path, const Problem& problem, DType out_dtype);
 KernelChoice ChooseBackward(const std::string& path, const Problem& problem);
 

@@ -1,7 +1,8 @@
-// Tile sizes of the sm80 kernels for each pair of head dims. Plain C++, so that hosts can print them.
+// Tile sizes of the sm80 kernels for each pair of head dims. Plain C++, so that hosts can print
+// them.
 //
-// Every choice fits the 99 KiB of shared memory of the smallest chips served (compute capability 8.6, 8.9
-// and 12.0) and the 255 registers of a thread.
+// Every choice fits the 99 KiB of shared memory of the smallest chips served (compute
+// capability 8.6, 8.9 and 12.0) and the 255 registers of a thread.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM80_CONFIG_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM80_CONFIG_H_
@@ -9,11 +10,11 @@
 namespace magi_jax::sm80 {
 
 struct TileConfig {
-  int rows;      // of a thread block, on the axis that owns the result
-  int columns;   // of a block of the walk
-  int warps;     // they split the rows
+  int rows;                                  // of a thread block, on the axis that owns the result
+  int columns;                               // of a block of the walk
+  int warps;                                 // they split the rows
   int row_bytes_resident, row_bytes_walked;  // per row and per column, with all stages
-  int passes;    // launches that share the work
+  int passes;                                // launches that share the work
 
   constexpr int threads() const { return warps * 32; }
   constexpr int row_tiles() const { return rows / (16 * warps); }  // 16-row operand tiles of a warp
@@ -38,8 +39,8 @@ constexpr TileConfig QueryGradTile(int head_dim, int v_head_dim) {
   return {wide ? 64 : 128, columns, 4, both, 2 * both, 1};
 }
 
-// Keys and values stay, queries and dout walk in two stages with lse and delta. Accumulators of dK and dV
-// of head dim 256 do not fit together: one pass makes dK, another dV.
+// Keys and values stay, queries and dout walk in two stages with lse and delta. Accumulators of dK
+// and dV of head dim 256 do not fit together: one pass makes dK, another dV.
 constexpr TileConfig KeyGradTile(int head_dim, int v_head_dim) {
   const bool wide = head_dim > 128;
   const int columns = head_dim > 192 ? 16 : head_dim > 64 ? 32 : 64;

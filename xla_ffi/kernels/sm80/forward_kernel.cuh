@@ -1,8 +1,9 @@
 // Forward: one thread block owns the query rows of a tile and one head, and walks the tile's runs.
 //
-// Per block of keys: S = Q.K^T, mask, online softmax in exp2, O += P.V. K and V have one buffer each;
-// V travels while S is computed and the next K while O is, so that copies hide behind products without
-// a second stage. Each output is written once: results do not depend on scheduling.
+// Per block of keys: S = Q.K^T, mask, online softmax in exp2, O += P.V. K and V have one buffer
+// each; V travels while S is computed and the next K while O is, so that copies hide behind
+// products without a second stage. Each output is written once: results do not depend on
+// scheduling.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM80_FORWARD_KERNEL_CUH_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM80_FORWARD_KERNEL_CUH_
@@ -23,9 +24,9 @@ struct ForwardTraits {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kColumns = kTile.columns;
   static constexpr int kMTiles = kTile.row_tiles();
-  static constexpr int kRows = 2 * kMTiles;        // of a thread
-  static constexpr int kSTiles = kColumns / 8;     // of S along keys
-  static constexpr int kOTiles = kVHeadDim / 8;    // of O along head dims
+  static constexpr int kRows = 2 * kMTiles;      // of a thread
+  static constexpr int kSTiles = kColumns / 8;   // of S along keys
+  static constexpr int kOTiles = kVHeadDim / 8;  // of O along head dims
   using TileQ = Tile<kTile.rows, kHeadDim>;
   using TileK = Tile<kColumns, kHeadDim>;
   using TileV = Tile<kColumns, kVHeadDim>;
@@ -102,8 +103,8 @@ __device__ __forceinline__ void UpdateSoftmax(Fragment<C::kMTiles, C::kSTiles>& 
   }
 }
 
-// Normalises and writes a thread's row, merged into what `out` and `lse` hold when accumulating. All four
-// threads of a row are here together: they share its lse.
+// Normalises and writes a thread's row, merged into what `out` and `lse` hold when accumulating.
+// All four threads of a row are here together: they share its lse.
 template <class C>
 __device__ __forceinline__ void WriteRow(const ForwardParams& params, int64_t row_head,
                                          const float (&o)[C::kOTiles][4], int c0, float max_log2,
@@ -128,7 +129,8 @@ __device__ __forceinline__ void WriteRow(const ForwardParams& params, int64_t ro
     const int64_t at = row_head * (C::kOTiles * 8) + n * 8 + Lane() % 4 * 2;
     float x = o[n][c0] * weight, y = o[n][c0 + 1] * weight;
     if (params.accumulate) {
-      const float2 old = *reinterpret_cast<const float2*>(static_cast<const float*>(params.out) + at);
+      const float2 old =
+          *reinterpret_cast<const float2*>(static_cast<const float*>(params.out) + at);
       x += old.x * old_weight;
       y += old.y * old_weight;
     }
@@ -170,8 +172,7 @@ __global__ void __launch_bounds__(C::kThreads)
 
   Walk<C::kColumns> walk(table, rows.tile, problem.k_len);
   LoadRows<typename C::TileQ, C::kThreads>(q_at, q, rows.begin, rows.end);
-  if (!walk.Done())
-    LoadRows<typename C::TileK, C::kThreads>(k_at, k, walk.begin, problem.k_len);
+  if (!walk.Done()) LoadRows<typename C::TileK, C::kThreads>(k_at, k, walk.begin, problem.k_len);
   CommitCopies();
 
   while (!walk.Done()) {
@@ -186,8 +187,8 @@ __global__ void __launch_bounds__(C::kThreads)
     const bool masked = walk.Masked();
     typename C::Bits visible[C::kRows];
     if (masked)
-      VisibleColumns<false, C::kColumns>(visible, walk, table, params.slices, problem.num_slices, rows,
-                                         rows.begin + warp_row);
+      VisibleColumns<false, C::kColumns>(visible, walk, table, params.slices, problem.num_slices,
+                                         rows, rows.begin + warp_row);
     ToLogits<C>(s, logits, masked, visible);
     UpdateSoftmax<C>(s, o, state, logits.log2_factor);
     Operand<C::kMTiles, C::kSTiles> p;
@@ -202,8 +203,7 @@ __global__ void __launch_bounds__(C::kThreads)
       __syncthreads();  // V is here, and nobody reads K any more
     }
     walk.Next(table, problem.k_len);
-    if (!walk.Done())
-      LoadRows<typename C::TileK, C::kThreads>(k_at, k, walk.begin, problem.k_len);
+    if (!walk.Done()) LoadRows<typename C::TileK, C::kThreads>(k_at, k, walk.begin, problem.k_len);
     CommitCopies();
     MultiplyOperand<T, typename C::TileV, C::kSTiles>(o, p, v_at);
   }
@@ -228,7 +228,8 @@ cudaError_t LaunchForward(const ForwardParams& params, cudaStream_t stream) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
   const int blocks = params.by_query.num_tiles *
-                     BlocksPerTile<C::kTile.rows>(params.problem.tile_size) * params.problem.num_heads;
+                     BlocksPerTile<C::kTile.rows>(params.problem.tile_size) *
+                     params.problem.num_heads;
   kernel<<<blocks, C::kThreads, kSharedBytes, stream>>>(params);
   return cudaGetLastError();
 }

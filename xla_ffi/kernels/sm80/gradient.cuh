@@ -10,7 +10,8 @@
 
 namespace magi_jax::sm80 {
 
-// lse in log2 units. A query that sees nothing gets +inf, so that its probabilities are 0 and not NaN.
+// lse in log2 units. A query that sees nothing gets +inf, so that its probabilities are 0 and not
+// NaN.
 __device__ __forceinline__ float ToLog2Lse(float lse) {
   return lse == -INFINITY ? INFINITY : lse * kLog2E;
 }

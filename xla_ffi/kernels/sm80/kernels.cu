@@ -1,7 +1,5 @@
 // Picks the instantiation for a problem. Host code only.
 
-#include "xla_ffi/kernels/sm80/kernels.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -9,6 +7,7 @@
 #include <limits>
 
 #include "xla_ffi/kernels/sm80/config.h"
+#include "xla_ffi/kernels/sm80/kernels.h"
 #include "xla_ffi/kernels/sm80/launch.h"
 
 namespace magi_jax::sm80 {
@@ -22,9 +21,13 @@ struct Instantiation {
   cudaError_t (*key_grad)(const BackwardParams&, cudaStream_t);
 };
 
-#define MAGI_JAX_SM80(DTYPE, TYPE, HEAD_DIM, V_HEAD_DIM)                                        \
-  {DTYPE, HEAD_DIM, V_HEAD_DIM, LaunchForward<TYPE, HEAD_DIM, V_HEAD_DIM>,                      \
-   LaunchQueryGrad<TYPE, HEAD_DIM, V_HEAD_DIM>, LaunchKeyGrad<TYPE, HEAD_DIM, V_HEAD_DIM>},
+#define MAGI_JAX_SM80(DTYPE, TYPE, HEAD_DIM, V_HEAD_DIM) \
+  {DTYPE,                                                \
+   HEAD_DIM,                                             \
+   V_HEAD_DIM,                                           \
+   LaunchForward<TYPE, HEAD_DIM, V_HEAD_DIM>,            \
+   LaunchQueryGrad<TYPE, HEAD_DIM, V_HEAD_DIM>,          \
+   LaunchKeyGrad<TYPE, HEAD_DIM, V_HEAD_DIM>},
 
 constexpr Instantiation kInstantiations[] = {
 #include "sm80_instantiations.inc"  // written by CMake
@@ -45,7 +48,8 @@ const char* Name(DType dtype) {
 }
 
 std::string Name(DType dtype, int head_dim, int v_head_dim) {
-  return std::string(Name(dtype)) + " " + std::to_string(head_dim) + "/" + std::to_string(v_head_dim);
+  return std::string(Name(dtype)) + " " + std::to_string(head_dim) + "/" +
+         std::to_string(v_head_dim);
 }
 
 std::string Describe(const TileConfig& tile) {

@@ -1,10 +1,10 @@
-// dK and dV: one thread block owns the key rows of a tile and one kv head, and walks, for each query head
-// of the group in turn, the runs of queries that see the tile.
+// dK and dV: one thread block owns the key rows of a tile and one kv head, and walks, for each
+// query head of the group in turn, the runs of queries that see the tile.
 //
-// Everything is transposed, so that accumulators never leave registers: per block of queries, S^T = K.Q^T
-// and dP^T = V.dO^T give P^T and dS^T, then dV += P^T.dO and dK += dS^T.Q. Q, dO, lse and delta travel in
-// two stages. The group is reduced inside the thread block, in a fixed order: no atomics, the same bits in
-// every run, and keys are never repeated.
+// Everything is transposed, so that accumulators never leave registers: per block of queries, S^T =
+// K.Q^T and dP^T = V.dO^T give P^T and dS^T, then dV += P^T.dO and dK += dS^T.Q. Q, dO, lse and
+// delta travel in two stages. The group is reduced inside the thread block, in a fixed order: no
+// atomics, the same bits in every run, and keys are never repeated.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM80_KEY_GRAD_KERNEL_CUH_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM80_KEY_GRAD_KERNEL_CUH_
@@ -76,9 +76,9 @@ __device__ __forceinline__ void LoadQueryBlock(uint32_t at, const BackwardParams
 // Adds one block of queries, landed in `stage`, to dK and dV. Returns which rows are spoiled.
 template <class C>
 __device__ __forceinline__ uint32_t AddQueryBlock(Fragment<C::kMTiles, C::kKTiles>& dk,
-                                                  Fragment<C::kMTiles, C::kVTiles>& dv, uint32_t k_at,
-                                                  char* stage, uint32_t* flags, int warp_row,
-                                                  const Logits& logits, bool masked,
+                                                  Fragment<C::kMTiles, C::kVTiles>& dv,
+                                                  uint32_t k_at, char* stage, uint32_t* flags,
+                                                  int warp_row, const Logits& logits, bool masked,
                                                   const typename C::Bits (&visible)[C::kRows]) {
   using T = typename C::T;
   char* const o_tile = stage + C::TileQ::kBytes;
@@ -98,8 +98,8 @@ __device__ __forceinline__ uint32_t AddQueryBlock(Fragment<C::kMTiles, C::kKTile
   MultiplyTransposed<T, typename C::TileK, typename C::TileQ>(s, k_at, warp_row, q_at);
   Clear<C::kMTiles, C::kSTiles>(dp);
   if constexpr (C::kMakesDk)
-    MultiplyTransposed<T, typename C::TileV, typename C::TileO>(dp, k_at + C::TileK::kBytes, warp_row,
-                                                                o_at);
+    MultiplyTransposed<T, typename C::TileV, typename C::TileO>(dp, k_at + C::TileK::kBytes,
+                                                                warp_row, o_at);
   const ColumnStatistics statistics{lse, lse + C::kColumns};
   ToGradients<C::kMTiles, C::kSTiles>(s, dp, logits, statistics, masked, visible);
   if constexpr (C::kMakesDv) {
@@ -154,14 +154,14 @@ __global__ void __launch_bounds__(C::kThreads)
     const bool masked = group.walk.Masked();
     typename C::Bits visible[C::kRows];
     if (masked)
-      VisibleColumns<true, C::kColumns>(visible, group.walk, table, params.slices, problem.num_slices,
-                                        rows, rows.begin + warp_row);
+      VisibleColumns<true, C::kColumns>(visible, group.walk, table, params.slices,
+                                        problem.num_slices, rows, rows.begin + warp_row);
     group.Next(table, rows.tile, problem.q_len);
     if (!group.Done()) LoadQueryBlock<C>(stages_at + (stage ^ 1) * C::kStageBytes, params, group);
     CommitCopies();
     WaitCopies<1>();
-    poisoned |= AddQueryBlock<C>(dk, dv, k_at, stages + stage * C::kStageBytes, flags, warp_row, logits,
-                                 masked, visible);
+    poisoned |= AddQueryBlock<C>(dk, dv, k_at, stages + stage * C::kStageBytes, flags, warp_row,
+                                 logits, masked, visible);
     __syncthreads();  // nobody reads this stage any more
   }
   WaitCopies<0>();
@@ -185,7 +185,8 @@ cudaError_t LaunchKeyGradPass(const BackwardParams& params, cudaStream_t stream)
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
-  const int blocks = params.by_key.num_tiles * BlocksPerTile<C::kTile.rows>(params.problem.tile_size) *
+  const int blocks = params.by_key.num_tiles *
+                     BlocksPerTile<C::kTile.rows>(params.problem.tile_size) *
                      params.problem.num_kv_heads;
   kernel<<<blocks, C::kThreads, kSharedBytes, stream>>>(params);
   return cudaGetLastError();

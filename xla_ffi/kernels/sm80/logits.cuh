@@ -14,9 +14,9 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
 struct Logits {
-  float log2_factor;   // logits as the forward keeps them, to log2 units
-  float factor;        // q.k to log2 units, or to the exponent of tanh when capped
-  float cap_log2;      // cap in log2 units; 0 = none
+  float log2_factor;  // logits as the forward keeps them, to log2 units
+  float factor;       // q.k to log2 units, or to the exponent of tanh when capped
+  float cap_log2;     // cap in log2 units; 0 = none
 
   __device__ __forceinline__ explicit Logits(const Problem& problem)
       : factor(problem.logits_soft_cap > 0.f
@@ -28,8 +28,8 @@ struct Logits {
 
   __device__ __forceinline__ bool capped() const { return cap_log2 > 0.f; }
 
-  // Without a cap and with a positive scale the largest product is the largest logit, so products need no
-  // pass of their own: the scale is part of the exponent.
+  // Without a cap and with a positive scale the largest product is the largest logit, so products
+  // need no pass of their own: the scale is part of the exponent.
   __device__ __forceinline__ bool transforms() const { return capped() || !(factor > 0.f); }
 
   __device__ __forceinline__ float Transform(float dot) const {

@@ -1,9 +1,10 @@
 // Keeping inf and NaN of a row that others may see away from rows that must not see it.
 //
-// A masked probability is 0, but 0 * inf is NaN: in a product whose contracted rows are partly masked, a
-// row of the walked tile that is not finite would spoil every row of the result. So in masked blocks such
-// elements are zeroed in shared memory and the tile's rows that held them are flagged; result rows that do
-// see a flagged row become NaN altogether, all others are exact. Blocks without a mask need nothing.
+// A masked probability is 0, but 0 * inf is NaN: in a product whose contracted rows are partly
+// masked, a row of the walked tile that is not finite would spoil every row of the result. So in
+// masked blocks such elements are zeroed in shared memory and the tile's rows that held them are
+// flagged; result rows that do see a flagged row become NaN altogether, all others are exact.
+// Blocks without a mask need nothing.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM80_POISON_CUH_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM80_POISON_CUH_
@@ -12,8 +13,8 @@
 
 namespace magi_jax::sm80 {
 
-// A barrier after which `tile` is finite; returns the flags of its rows. Call with the thread's copies
-// landed. Costs a scan of the tile, and two more barriers only when something was found.
+// A barrier after which `tile` is finite; returns the flags of its rows. Call with the thread's
+// copies landed. Costs a scan of the tile, and two more barriers only when something was found.
 template <typename T, class TileT, int kThreads>
 __device__ __forceinline__ uint64_t BarrierAndClean(char* tile, uint32_t* flags) {
   static_assert(TileT::kRows <= 64);

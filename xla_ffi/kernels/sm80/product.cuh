@@ -1,7 +1,8 @@
 // Products of a warp's rows with a tile, on mma.sync m16n8k16 with float32 accumulation.
 //
-// Fragments: accumulator element c of tile (m, n) is row m * 16 + lane / 4 + 8 * (c / 2) of the warp and
-// column n * 8 + lane % 4 * 2 + c % 2. A thread thus owns kMTiles * 2 rows; `RowOf` names them.
+// Fragments: accumulator element c of tile (m, n) is row m * 16 + lane / 4 + 8 * (c / 2) of the
+// warp and column n * 8 + lane % 4 * 2 + c % 2. A thread thus owns kMTiles * 2 rows; `RowOf` names
+// them.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM80_PRODUCT_CUH_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM80_PRODUCT_CUH_
@@ -29,7 +30,8 @@ __device__ __forceinline__ void Clear(Fragment<kMTiles, kNTiles>& acc) {
       for (int c = 0; c < 4; ++c) acc[m][n][c] = 0.f;
 }
 
-// acc += A . B^T, contracted over columns; A's rows of this warp begin at `a_row`, B has kNTiles * 8 rows.
+// acc += A . B^T, contracted over columns; A's rows of this warp begin at `a_row`, B has kNTiles *
+// 8 rows.
 template <typename T, class TileA, class TileB, int kMTiles, int kNTiles>
 __device__ __forceinline__ void MultiplyTransposed(Fragment<kMTiles, kNTiles>& acc, uint32_t a,
                                                    int a_row, uint32_t b) {
@@ -54,8 +56,8 @@ __device__ __forceinline__ void MultiplyTransposed(Fragment<kMTiles, kNTiles>& a
   }
 }
 
-// An accumulator rounded to T and laid out as the left operand of the next product: two accumulator tiles
-// side by side are one operand tile.
+// An accumulator rounded to T and laid out as the left operand of the next product: two accumulator
+// tiles side by side are one operand tile.
 template <int kMTiles, int kKTiles>
 using Operand = uint32_t[kMTiles][kKTiles / 2][4];
 

@@ -1,7 +1,7 @@
 // dQ: one thread block owns the query rows of a tile and one head, and walks the tile's runs.
 //
-// Per block of keys: S = Q.K^T and dP = dO.V^T give dS in registers, then dQ += dS.K. K and V travel in two
-// stages. dQ is written once, so nothing depends on scheduling.
+// Per block of keys: S = Q.K^T and dP = dO.V^T give dS in registers, then dQ += dS.K. K and V
+// travel in two stages. dQ is written once, so nothing depends on scheduling.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM80_QUERY_GRAD_KERNEL_CUH_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM80_QUERY_GRAD_KERNEL_CUH_
@@ -35,7 +35,8 @@ template <class C>
 __device__ __forceinline__ uint32_t AddKeyBlock(Fragment<C::kMTiles, C::kQTiles>& dq, uint32_t q_at,
                                                 uint32_t o_at, char* stage, uint32_t* flags,
                                                 int warp_row, const Logits& logits,
-                                                const RowStatistics<C::kRows>& statistics, bool masked,
+                                                const RowStatistics<C::kRows>& statistics,
+                                                bool masked,
                                                 const typename C::Bits (&visible)[C::kRows]) {
   using T = typename C::T;
   const uint32_t k_at = SharedAddress(stage), v_at = k_at + C::TileK::kBytes;
@@ -108,14 +109,14 @@ __global__ void __launch_bounds__(C::kThreads)
     const bool masked = walk.Masked();
     typename C::Bits visible[C::kRows];
     if (masked)
-      VisibleColumns<false, C::kColumns>(visible, walk, table, params.slices, problem.num_slices, rows,
-                                         rows.begin + warp_row);
+      VisibleColumns<false, C::kColumns>(visible, walk, table, params.slices, problem.num_slices,
+                                         rows, rows.begin + warp_row);
     walk.Next(table, problem.k_len);
     if (!walk.Done()) load(walk.begin, stage ^ 1);
     CommitCopies();
     WaitCopies<1>();
-    poisoned |= AddKeyBlock<C>(dq, q_at, o_at, stages + stage * C::kStageBytes, flags, warp_row, logits,
-                               statistics, masked, visible);
+    poisoned |= AddKeyBlock<C>(dq, q_at, o_at, stages + stage * C::kStageBytes, flags, warp_row,
+                               logits, statistics, masked, visible);
     __syncthreads();  // nobody reads this stage any more
   }
   WaitCopies<0>();
@@ -139,7 +140,8 @@ cudaError_t LaunchQueryGrad(const BackwardParams& params, cudaStream_t stream) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
   const int blocks = params.by_query.num_tiles *
-                     BlocksPerTile<C::kTile.rows>(params.problem.tile_size) * params.problem.num_heads;
+                     BlocksPerTile<C::kTile.rows>(params.problem.tile_size) *
+                     params.problem.num_heads;
   kernel<<<blocks, C::kThreads, kSharedBytes, stream>>>(params);
   return cudaGetLastError();
 }

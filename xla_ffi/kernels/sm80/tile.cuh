@@ -7,10 +7,10 @@
 
 namespace magi_jax::sm80 {
 
-// [kRows, kCols] elements in chunks of 16 bytes. A chunk's place is permuted by its row, so that the
-// eight rows that ldmatrix reads at one column lie in eight different groups of banks: with a row of a
-// multiple of 128 bytes by all eight positions, with 96 columns (192 bytes) by four of them, since
-// neighbouring rows start half a bank cycle apart there.
+// [kRows, kCols] elements in chunks of 16 bytes. A chunk's place is permuted by its row, so that
+// the eight rows that ldmatrix reads at one column lie in eight different groups of banks: with a
+// row of a multiple of 128 bytes by all eight positions, with 96 columns (192 bytes) by four of
+// them, since neighbouring rows start half a bank cycle apart there.
 template <int kRows_, int kCols_>
 struct Tile {
   static constexpr int kRows = kRows_;
@@ -31,7 +31,8 @@ struct HeadRows {
   int64_t stride_bytes;  // from one row to the next
   int length;            // rows
 
-  __device__ __forceinline__ HeadRows(const void* tensor, int rows, int num_heads, int head, int dim)
+  __device__ __forceinline__ HeadRows(const void* tensor, int rows, int num_heads, int head,
+                                      int dim)
       : base(static_cast<const char*>(tensor) + static_cast<int64_t>(head) * dim * 2),
         stride_bytes(static_cast<int64_t>(num_heads) * dim * 2),
         length(rows) {}
@@ -60,7 +61,8 @@ __device__ __forceinline__ void LoadRows(uint32_t tile, const HeadRows& from, in
       if (kTotal % kThreads != 0 && i >= kTotal) break;
       const int row = i / TileT::kChunks, chunk = i % TileT::kChunks;
       const bool inside = first + row < end;
-      const char* source = from.base + (inside ? (first + row) * from.stride_bytes + chunk * 16 : 0);
+      const char* source =
+          from.base + (inside ? (first + row) * from.stride_bytes + chunk * 16 : 0);
       CopyAsync16(tile + TileT::Offset(row, chunk), source, inside);
     }
   }
@@ -89,7 +91,8 @@ __device__ __forceinline__ bool HasNonFinite(const char* tile) {
   return reinterpret_cast<const uint32_t&>(sum) != 0;
 }
 
-// Zeroes the inf and NaN elements among this thread's chunks and sets the bits of their rows in `rows`.
+// Zeroes the inf and NaN elements among this thread's chunks and sets the bits of their rows in
+// `rows`.
 template <typename T, class TileT, int kThreads>
 __device__ __noinline__ void ZeroNonFinite(char* tile, uint32_t* rows) {
   constexpr int kTotal = TileT::kRows * TileT::kChunks;
@@ -98,8 +101,8 @@ __device__ __noinline__ void ZeroNonFinite(char* tile, uint32_t* rows) {
     auto* words = reinterpret_cast<uint32_t*>(tile + TileT::Offset(row, i % TileT::kChunks));
     for (int w = 0; w < 4; ++w) {
       constexpr uint32_t kLow = Element<T>::kExponent, kHigh = kLow << 16;
-      const uint32_t bad =
-          ((words[w] & kLow) == kLow ? 0xffffu : 0) | ((words[w] & kHigh) == kHigh ? 0xffff0000u : 0);
+      const uint32_t bad = ((words[w] & kLow) == kLow ? 0xffffu : 0) |
+                           ((words[w] & kHigh) == kHigh ? 0xffff0000u : 0);
       if (bad == 0) continue;
       words[w] &= ~bad;
       atomicOr(rows + row / 32, 1u << (row % 32));

@@ -1,7 +1,8 @@
 // A thread block's walk over the runs of its tile, and the visible columns of each row in a block.
 //
 // "Rows" are the axis that the thread block owns (queries for forward and dQ, keys for dK and dV),
-// "columns" the axis that it walks. Tables are only ever read inside their capacities, whatever they hold.
+// "columns" the axis that it walks. Tables are only ever read inside their capacities, whatever
+// they hold.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM80_WALK_CUH_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM80_WALK_CUH_
@@ -13,11 +14,12 @@
 
 namespace magi_jax::sm80 {
 
-// Rows of one thread block: part of a tile of the table when a tile is larger than the kernel's own.
+// Rows of one thread block: part of a tile of the table when a tile is larger than the kernel's
+// own.
 struct RowRange {
-  int tile;                    // -1: nothing to do
-  int tile_begin, tile_end;    // rows of the table's tile
-  int begin, end;              // rows of this thread block
+  int tile;                  // -1: nothing to do
+  int tile_begin, tile_end;  // rows of the table's tile
+  int begin, end;            // rows of this thread block
 };
 
 // Thread blocks of one head, for tiles of `tile_size` rows cut to kBlockRows.
@@ -27,7 +29,8 @@ __host__ __device__ inline int BlocksPerTile(int tile_size) {
 }
 
 template <int kBlockRows>
-__device__ __forceinline__ RowRange RowsOf(const TileRuns& table, int tile_size, int length, int unit) {
+__device__ __forceinline__ RowRange RowsOf(const TileRuns& table, int tile_size, int length,
+                                           int unit) {
   const int parts = BlocksPerTile<kBlockRows>(tile_size);
   const int tile = table.order[unit / parts];
   RowRange rows{-1, 0, 0, 0, 0};
@@ -103,8 +106,9 @@ __device__ __forceinline__ bool ReadSlice(const Slice* slices, int num_slices, i
   return true;
 }
 
-// Visible columns of the thread's rows (`first_row` plus RowOf) in the walk's current block. Slices of a
-// run are ordered by their first column in the tile, so those behind the block are dropped from the walk.
+// Visible columns of the thread's rows (`first_row` plus RowOf) in the walk's current block. Slices
+// of a run are ordered by their first column in the tile, so those behind the block are dropped
+// from the walk.
 template <bool kRowsAreKeys, int kColumns, int kRows>
 __device__ __forceinline__ void VisibleColumns(ColumnBits<kColumns> (&visible)[kRows],
                                                Walk<kColumns>& walk, const TileRuns& table,
@@ -134,7 +138,8 @@ __device__ __forceinline__ void VisibleColumns(ColumnBits<kColumns> (&visible)[k
   }
 }
 
-// Whether the thread's element (r, n, c % 2) is set in `shifted`, the row's bits moved by ColumnShift().
+// Whether the thread's element (r, n, c % 2) is set in `shifted`, the row's bits moved by
+// ColumnShift().
 __device__ __forceinline__ int ColumnShift() { return Lane() % 4 * 2; }
 
 template <typename Bits>
