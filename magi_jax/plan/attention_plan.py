@@ -109,7 +109,7 @@ class AttentionPlan:
                 raise ValueError("fingerprint() reads the values of a plan, a traced plan has none")
             leaf = np.ascontiguousarray(leaf, "<i4")
             digest.update(repr(leaf.shape).encode())
-            digest.update(leaf)
+            digest.update(leaf.tobytes())
         return digest.hexdigest()[:32]
 
     def with_mask(

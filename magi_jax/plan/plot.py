@@ -103,8 +103,7 @@ def sampled_owners(plan, pixels: int = PIXELS) -> np.ndarray:
     owners = np.full((count, count), -1, np.int64)
     buffers = [positions, *(_received_positions(meta, positions) for meta in plan.comm)]
     rank_of = np.empty(seq_len, np.int64)
-    rank, _ = np.nonzero(positions >= 0)
-    rank_of[positions[positions >= 0]] = rank
+    rank_of[positions[positions >= 0]] = np.nonzero(positions >= 0)[0]
     for table, buffer in zip(plan.calc, buffers, strict=True):
         for rank in range(plan.cp_size):
             queries = np.flatnonzero(rank_of[sampled] == rank)

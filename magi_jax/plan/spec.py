@@ -8,6 +8,7 @@ buckets, so that masks of similar size share a spec and a program is compiled on
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 # Smallest capacities: shapes stay away from zero, and small masks share one bucket.
 MIN_ENTRIES = 16  # slices, runs, ids and pieces of a table
@@ -25,11 +26,12 @@ def bucket(size: int, minimum: int = 1) -> int:
     return -(-size // step) * step
 
 
-def _capacity(minimum: int | None = 0):
-    """A field that need only be large enough; rounded up to buckets unless ``minimum`` is None."""
-    return dataclasses.field(metadata={"capacity": minimum})
+def _capacity(minimum: int | None = 0) -> dict[str, int | None]:
+    """Marks a field that need only be large enough, rounded up to buckets unless ``minimum`` is None."""
+    return {"capacity": minimum}
 
 
+@dataclass(frozen=True)
 class _Sizes:
     """Comparison of specs, field by field; fields made by `_capacity` need only be large enough."""
 
@@ -52,19 +54,21 @@ class _Sizes:
         return _union(self, other, "spec", capacity=False)
 
 
-def _rounded(sizes, minimum, factor=1.0):
+def _rounded(sizes: Any, minimum: int | None, factor: float = 1.0) -> Any:
     if isinstance(sizes, tuple):
         return tuple(_rounded(entry, minimum, factor) for entry in sizes)
-    if dataclasses.is_dataclass(sizes):
+    if isinstance(sizes, _Sizes):
+        fields = dataclasses.fields(sizes)
         values = (
-            _rounded(getattr(sizes, f.name), f.metadata.get("capacity"), factor)
-            for f in dataclasses.fields(sizes)
+            _rounded(getattr(sizes, f.name), f.metadata.get("capacity"), factor) for f in fields
         )
-        return type(sizes)(*values)
+        return dataclasses.replace(
+            sizes, **{f.name: value for f, value in zip(fields, values, strict=True)}
+        )
     return sizes if minimum is None else bucket(math.ceil(sizes * factor), minimum)
 
 
-def _shortfall(mine, other, path, capacity):
+def _shortfall(mine: Any, other: Any, path: str, capacity: bool) -> str | None:
     if isinstance(mine, tuple):
         if len(mine) != len(other):
             return f"{path} has {len(mine)} entries, {len(other)} are needed"
@@ -72,7 +76,7 @@ def _shortfall(mine, other, path, capacity):
             (f"{path}[{i}]", a, b, capacity)
             for i, (a, b) in enumerate(zip(mine, other, strict=True))
         )
-    elif dataclasses.is_dataclass(mine):
+    elif isinstance(mine, _Sizes):
         steps = (
             (
                 f"{path}.{f.name}",
@@ -89,7 +93,7 @@ def _shortfall(mine, other, path, capacity):
     return next(filter(None, (_shortfall(a, b, name, c) for name, a, b, c in steps)), None)
 
 
-def _union(mine, other, path, capacity):
+def _union(mine: Any, other: Any, path: str, capacity: bool) -> Any:
     if isinstance(mine, tuple):
         if len(mine) != len(other):
             raise ValueError(
@@ -97,7 +101,7 @@ def _union(mine, other, path, capacity):
             )
         pairs = enumerate(zip(mine, other, strict=True))
         return tuple(_union(a, b, f"{path}[{i}]", capacity) for i, (a, b) in pairs)
-    if dataclasses.is_dataclass(mine):
+    if isinstance(mine, _Sizes):
         merged = {
             f.name: _union(
                 getattr(mine, f.name),
@@ -107,7 +111,7 @@ def _union(mine, other, path, capacity):
             )
             for f in dataclasses.fields(mine)
         }
-        return type(mine)(**merged)
+        return dataclasses.replace(mine, **merged)
     if not capacity and mine != other:
         raise ValueError(f"no spec covers both: {path} is {mine} in one and {other} in the other")
     return max(mine, other)
@@ -126,13 +130,13 @@ class TableSpec(_Sizes):
     """
 
     q_len: int
-    k_len: int = _capacity(None)
+    k_len: int = dataclasses.field(metadata=_capacity(None))
     tile_size: int
-    slices: int = _capacity(MIN_ENTRIES)
-    query_runs: int = _capacity(MIN_ENTRIES)
-    query_ids: int = _capacity(MIN_ENTRIES)
-    key_runs: int = _capacity(MIN_ENTRIES)
-    key_ids: int = _capacity(MIN_ENTRIES)
+    slices: int = dataclasses.field(metadata=_capacity(MIN_ENTRIES))
+    query_runs: int = dataclasses.field(metadata=_capacity(MIN_ENTRIES))
+    query_ids: int = dataclasses.field(metadata=_capacity(MIN_ENTRIES))
+    key_runs: int = dataclasses.field(metadata=_capacity(MIN_ENTRIES))
+    key_ids: int = dataclasses.field(metadata=_capacity(MIN_ENTRIES))
 
 
 @dataclass(frozen=True)
@@ -150,10 +154,10 @@ class CommSpec(_Sizes):
 
     cp_size: int
     src_rows: int
-    dst_rows: int = _capacity(None)
-    pair_rows: int = _capacity(MIN_PAIR_ROWS)
-    self_rows: int = _capacity()
-    pieces: int = _capacity(MIN_ENTRIES)
+    dst_rows: int = dataclasses.field(metadata=_capacity(None))
+    pair_rows: int = dataclasses.field(metadata=_capacity(MIN_PAIR_ROWS))
+    self_rows: int = dataclasses.field(metadata=_capacity())
+    pieces: int = dataclasses.field(metadata=_capacity(MIN_ENTRIES))
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ class PlanSpec(_Sizes):
     local_len: int
     tile_size: int
     roll_shifts: tuple[int, ...]
-    segments: int = _capacity(MIN_SEGMENTS)
+    segments: int = dataclasses.field(metadata=_capacity(MIN_SEGMENTS))
     calc: tuple[TableSpec, ...]
     comm: tuple[CommSpec, ...]
     transfer: CommSpec

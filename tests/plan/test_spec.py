@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import check_plan
 from test_make_plan import square_masks, varlen_causal
@@ -28,6 +28,7 @@ def test_bucket_minimum():
     assert bucket(17, 16) == 20
 
 
+@settings(max_examples=30, deadline=None)
 @given(square_masks(max_len=40), square_masks(max_len=40))
 def test_union_covers_both_and_serves_both(first, second):
     config = dataclasses.replace(CONFIG, seq_len=40)
