@@ -50,11 +50,11 @@ def make_plan(
     frame = _make_frame(mask, cp_size, config, spec)
     edges = dispatch.chunk_edges(frame.seq_len, frame.chunk_size)
     problem = dispatch.DispatchProblem(
-        mask.slices, edges, cp_size, config.ranks_per_node, config.effort, config.search
+        mask.slices, edges, cp_size, config.ranks_per_node, config.effort, config.engine
     )
     layout = dispatch.make_layout(STRATEGIES[config.dispatch](problem), cp_size)
     dispatched, rolls = lay_out_dispatch(layout, frame, spec)
-    calc, comm = lay_out_stages(mask.slices, layout, frame, config.overlap, spec)
+    calc, comm = lay_out_stages(mask.slices, layout, frame, config.overlap, spec, config.engine)
     sizes = make_spec(frame, dispatched, rolls, calc, comm)
     planning_ms = (time.perf_counter() - started) * 1e3
     return AttentionPlan(dispatched, calc, comm, rolls, sizes, planning_ms)

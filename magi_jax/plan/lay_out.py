@@ -105,6 +105,7 @@ def lay_out_stages(
     frame: Frame,
     overlap: int | str,
     spec: PlanSpec | None,
+    engine: str = "compiled",
 ) -> tuple[tuple[SliceTable, ...], tuple[CommMeta, ...]]:
     """Solves what crosses ranks and what each rank computes: (``calc``, ``comm``) of a plan."""
     cut = remote.cut_queries(slices, layout)
@@ -124,8 +125,9 @@ def lay_out_stages(
     buffers = (frame.local_len, *(meta.dst_rows for meta in comm))
     calc = []
     for i, work in enumerate(stages.stage_slices(cut, far, layout, num_stages)):
+        lengths = frame.local_len, buffers[i]
         table = build_table(
-            work.slices, work.rank, frame.cp_size, frame.local_len, buffers[i], frame.tile_size
+            work.slices, work.rank, frame.cp_size, *lengths, frame.tile_size, engine
         )
         needed = exact_spec(table)
         wanted = needed.rounded() if spec is None else spec.calc[i]

@@ -36,7 +36,13 @@ def slice_table(
 
 
 def build_table(
-    slices: np.ndarray, part: np.ndarray, num_parts: int, q_len: int, k_len: int, tile_size: int
+    slices: np.ndarray,
+    part: np.ndarray,
+    num_parts: int,
+    q_len: int,
+    k_len: int,
+    tile_size: int,
+    engine: str = "numpy",
 ) -> SliceTable:
     """Tables of ``P`` parts at once, leaves ``[P, ...]``, padded only to the longest part.
 
@@ -48,11 +54,13 @@ def build_table(
         k_len: rows of the key buffer of each part, padding included: a tile that ends in padding
             must not be taken for one whose rows all see something.
         tile_size: rows of a tile.
+        engine: "numpy" or "compiled"; both build the same.
     """
+    tile_runs = solver.ENGINES[engine]
     return SliceTable(
         solver.split_by_part(slices, part, num_parts),
-        solver.tile_runs(slices, part, num_parts, q_len, tile_size),
-        solver.tile_runs(bands.transpose(slices), part, num_parts, k_len, tile_size),
+        tile_runs(slices, part, num_parts, q_len, tile_size),
+        tile_runs(bands.transpose(slices), part, num_parts, k_len, tile_size),
         q_len,
         k_len,
         tile_size,

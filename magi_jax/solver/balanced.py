@@ -14,6 +14,7 @@ import numpy as np
 from magi_jax.solver.balanced_numpy import NumpyPlacement
 from magi_jax.solver.balanced_units import Units, make_units
 from magi_jax.solver.dispatch import Assignment, DispatchProblem, contiguous, zigzag
+from magi_jax.solver.engine import check_engine, compiled
 
 # Area of a rank over the mean: what the search aims for, and what it takes for balanced.
 AREA_TARGET = 1.010
@@ -82,14 +83,14 @@ def balanced(problem: DispatchProblem) -> Assignment:
     """Places chunks so that the worst rank moves few rows and none computes much more than the mean.
 
     Raises:
-        ValueError: ``ranks_per_node`` does not divide ``cp_size``, or ``effort`` or ``search`` is
+        ValueError: ``ranks_per_node`` does not divide ``cp_size``, or ``effort`` or ``engine`` is
             unknown.
-        ImportError: ``search="compiled"`` and the extension module is not built.
+        ImportError: ``engine="compiled"`` and the extension module is not built.
     """
     per_node = node_size(problem)
     if problem.effort not in EFFORTS:
         raise ValueError(f"effort must be one of {sorted(EFFORTS)}, got {problem.effort!r}")
-    make_placement = placement_maker(problem.search)
+    make_placement = placement_maker(problem.engine)
     units = make_units(problem)
     if problem.cp_size == 1 or not units.area.any():
         return contiguous(problem)
@@ -117,22 +118,15 @@ def node_size(problem: DispatchProblem) -> int:
     return per_node
 
 
-def placement_maker(search: str) -> Callable[[Units, int, int], Any]:
+def placement_maker(engine: str) -> Callable[[Units, int, int], Any]:
     """What searches: the compiled planner, or its NumPy twin, which finds the same and is slow."""
-    if search == "numpy":
+    check_engine(engine)
+    if engine == "numpy":
         return NumpyPlacement
-    if search != "compiled":
-        raise ValueError(f'search must be "compiled" or "numpy", got {search!r}')
-    try:
-        from magi_jax._planner import PlacementProblem
-    except ImportError as error:
-        raise ImportError(
-            "the compiled planner magi_jax._planner is not built; build the package, or choose"
-            ' search="numpy" (same plans, seconds instead of milliseconds) or dispatch="lpt"'
-        ) from error
+    placement_problem = compiled().PlacementProblem
 
-    def make(units: Units, num_ranks: int, ranks_per_node: int) -> PlacementProblem:
-        return PlacementProblem(
+    def make(units: Units, num_ranks: int, ranks_per_node: int) -> Any:
+        return placement_problem(
             units.area, units.size, units.spare, units.rows, units.span_ptr, units.need_ptr,
             units.needs, num_ranks, ranks_per_node,
         )  # fmt: skip

@@ -24,7 +24,7 @@ class DispatchProblem(NamedTuple):
         cp_size: number of ranks.
         ranks_per_node: ranks that share a fast link; None = all of them.
         effort: "fast" or "high"; how long `balanced` searches.
-        search: "compiled" or "numpy"; what `balanced` searches with. Both find the same.
+        engine: "compiled" or "numpy"; what `balanced` searches with. Both find the same.
     """
 
     slices: np.ndarray
@@ -32,7 +32,7 @@ class DispatchProblem(NamedTuple):
     cp_size: int
     ranks_per_node: int | None = None
     effort: str = "fast"
-    search: str = "compiled"
+    engine: str = "compiled"
 
 
 class Assignment(NamedTuple):

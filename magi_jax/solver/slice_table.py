@@ -11,12 +11,14 @@ Everything is vectorised over ``parts`` (one table per rank and stage), so that 
 ranks.
 """
 
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from magi_jax.masks import bands
 from magi_jax.solver import intervals
+from magi_jax.solver.engine import compiled
 
 TILE_SIZE = 128
 
@@ -90,6 +92,23 @@ def tile_runs(
             np.int32
         ),
     )
+
+
+def compiled_tile_runs(
+    slices: np.ndarray, part: np.ndarray, num_parts: int, length: int, tile_size: int = TILE_SIZE
+) -> TileRuns:
+    """`tile_runs` by the compiled planner: the same, about ten times as fast.
+
+    Raises:
+        ImportError: the extension module is not built.
+    """
+    ptr, runs, ids, order = compiled().walk_tiles(
+        np.ascontiguousarray(slices), part, num_parts, length, tile_size
+    )
+    return TileRuns(ptr, runs, ids[..., 0], order)
+
+
+ENGINES = MappingProxyType({"numpy": tile_runs, "compiled": compiled_tile_runs})
 
 
 def _touching_pairs(slices: np.ndarray, tile_size: int) -> tuple[np.ndarray, np.ndarray]:

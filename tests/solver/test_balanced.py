@@ -69,7 +69,7 @@ def test_tokens_are_equal_up_to_one_chunk(length, chunk_size, cp_size, name):
 def test_compiled_and_numpy_searches_are_the_same(name):
     problem = problem_of(SQUARE[name], 16, 8, ranks_per_node=4)
     compiled = balanced(problem)
-    twin = balanced(problem._replace(search="numpy"))
+    twin = balanced(problem._replace(engine="numpy"))
     assert compiled.edges.tolist() == twin.edges.tolist()
     assert compiled.owner.tolist() == twin.owner.tolist()
 
@@ -171,7 +171,7 @@ def test_high_effort_is_not_worse():
     [
         ({"ranks_per_node": 3}, "cp_size=8 is not a multiple of ranks_per_node=3"),
         ({"effort": "extreme"}, "effort must be one of"),
-        ({"search": "quantum"}, "search must be"),
+        ({"engine": "quantum"}, "engine must be"),
     ],
 )
 def test_bad_options_are_named(options, message):

@@ -1,11 +1,12 @@
-# The extension module magi_jax._planner: the planner's search, without XLA.
+# The extension module magi_jax._planner: the planner's search and tile walks, without XLA.
 
 # Plans must not depend on whether a compiler fuses multiplications and additions.
 pybind11_add_module(_planner NO_EXTRAS
   xla_ffi/solver/binding.cc
   xla_ffi/solver/greedy.cc
   xla_ffi/solver/placement.cc
-  xla_ffi/solver/refine.cc)
+  xla_ffi/solver/refine.cc
+  xla_ffi/solver/tile_runs.cc)
 target_include_directories(_planner PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
 target_compile_options(_planner PRIVATE -O3 -ffp-contract=off -Wall -Wextra)
 

@@ -1,0 +1,44 @@
+"""The walks of kernels: the compiled builder against the one in NumPy."""
+
+import numpy as np
+import pytest
+
+from magi_jax.masks import bands
+from magi_jax.solver.slice_table import compiled_tile_runs, tile_runs
+from magi_jax.testing.cases import mask_cases, random_mask
+
+CASES = mask_cases(157)
+
+
+def assert_same(slices, part, num_parts, length, tile_size):
+    expected = tile_runs(slices, part, num_parts, length, tile_size)
+    found = compiled_tile_runs(slices, part, num_parts, length, tile_size)
+    for name, a, b in zip(expected._fields, expected, found, strict=True):
+        assert a.dtype == b.dtype, name
+        assert a.shape == b.shape, name
+        assert (a == b).all(), name
+
+
+@pytest.mark.parametrize("tile_size", [1, 7, 16, 128])
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_compiled_walks_are_those_of_numpy(name, tile_size):
+    mask = CASES[name]
+    part = np.zeros(len(mask.slices), np.int64)
+    assert_same(mask.slices, part, 1, mask.q_len, tile_size)
+    assert_same(bands.transpose(mask.slices), part, 1, mask.k_len, tile_size)
+
+
+def test_parts_with_and_without_slices():
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        found = [random_mask(rng, 90, 90, 8).slices for _ in range(4)]
+        part = np.repeat([0, 2, 3, 6], [len(slices) for slices in found])
+        assert_same(np.concatenate(found), part, 8, 90, 16)
+
+
+def test_bad_slices_are_refused():
+    slices = np.array([[0, 4, 0, 4, -3, 3]])
+    with pytest.raises(ValueError, match="part must rise within range"):
+        compiled_tile_runs(slices, np.array([1]), 1, 4)
+    with pytest.raises(ValueError, match="empty or out of range"):
+        compiled_tile_runs(slices, np.array([0]), 1, 3)
