@@ -17,7 +17,7 @@ namespace magi_jax::sm90 {
 // work side by side on tiles of adjacent tokens; each loads its share of every key block for all of them, since at
 // 128 rows a tile the multiprocessors would ask L2 for more than it has.
 template <typename ElementT, int kHeadDimT, int kVHeadDimT, int kBlockNT, int kStagesT = 2, int kClusterT = 1,
-          bool kTurnsT = true, bool kNarrowT = true>
+          int kTurnsT = 1, int kQStagesT = 2>
 struct ForwardTraits {
   using Element = ElementT;
   static constexpr int kHeadDim = kHeadDimT;
@@ -25,15 +25,16 @@ struct ForwardTraits {
   static constexpr int kBlockN = kBlockNT;  // keys of a block
   static constexpr int kStages = kStagesT;  // key and value blocks in shared memory
   static constexpr int kCluster = kClusterT;
-  static constexpr bool kTurns = kTurnsT;   // consumers take turns to issue products
+  static constexpr int kTurns = kTurnsT;   // consumers take turns to issue products
 
   static constexpr int kConsumers = 2;                // warpgroups of 64 rows
   static constexpr int kBlockM = 64 * kConsumers;     // rows of a tile
-  static constexpr int kQStages = 2;                  // tiles of queries in shared memory
+  static constexpr int kQStages = kQStagesT;                  // tiles of queries in shared memory
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerWarps = 4 * kConsumers;
-  static constexpr int kProducerRegisters = 88;
-  static constexpr int kConsumerRegisters = 208;  // 128 * (88 + 2 * 208) fit the register file
+  static constexpr int kProducerRegisters = kCluster == 1 || kBlockN > 128 ? 40 : 88;
+  static constexpr int kConsumerRegisters = kCluster == 1 || kBlockN > 128 ? 232 : 208;
+  static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 512, "the register file, per thread of a warpgroup");
 
   static constexpr int kChunks = (kHeadDim + kChunk - 1) / kChunk;
   static constexpr int kVChunks = (kVHeadDim + kChunk - 1) / kChunk;
@@ -41,8 +42,6 @@ struct ForwardTraits {
   static constexpr int kQBytes = kBlockM * kRowBytes * kChunks;
   static constexpr int kKBytes = kBlockN * kRowBytes * kChunks;
   static constexpr int kVBytes = kBlockN * kRowBytes * kVChunks;
-  // Leading part of a block that a short last block computes alone; zero when products cannot be cut.
-  static constexpr int kNarrowN = kNarrowT && kBlockN % 32 == 0 && kBlockN >= 128 ? kBlockN / 2 : 0;
 
   static_assert(kCluster == 1 || kCluster == 2);
   static_assert(kBlockN % (8 * kCluster) == 0, "each block loads whole swizzle atoms");
@@ -52,13 +51,13 @@ struct ForwardTraits {
 // What the producer tells consumers about a block of keys.
 enum BlockFlags : int32_t {
   kFirstBlock = 1,   // of its tile: the outputs of the tile before are complete once earlier products are
-  kMaskedBlock = 2,  // some cell is hidden
-  kNarrowBlock = 4,  // only the first kNarrowN columns have visible cells
+  kLastBlock = 2,    // of its tile: the queries are free once QK is done
+  kMaskedBlock = 4,  // some cell is hidden
   kEndOfWork = 8,    // no block; the consumer is done
 };
 
 constexpr int kMaxInlineSlices = 16;
-constexpr int kBlockSlots = 4;  // more than the stages of any instantiation: see Producer::OpenBlock
+constexpr int kBlockSlots = 4;  // two more than the stages of any instantiation: see Producer::NoteBlock
 
 struct BlockHeader {
   int32_t key_start, flags, num_slices, ids_begin;  // ids_begin for blocks with more slices than fit inline
@@ -109,19 +108,17 @@ struct KernelParams {
   int num_work;
 };
 
-// Position in a ring of kCount slots, with the parity of the phase that is current there.
+// Slot of the n-th use of a ring of kCount slots, and the parity of the phase that is then current there.
 template <int kCount>
-struct Ring {
-  int slot = 0;
-  uint32_t parity = 0;
+__device__ __forceinline__ int SlotOf(uint32_t n) {
+  static_assert((kCount & (kCount - 1)) == 0);
+  return n % kCount;
+}
 
-  __device__ __forceinline__ void Advance() {
-    if (++slot == kCount) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
+template <int kCount>
+__device__ __forceinline__ uint32_t ParityOf(uint32_t n) {
+  return n / kCount & 1;
+}
 
 }  // namespace magi_jax::sm90
 

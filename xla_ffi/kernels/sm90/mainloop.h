@@ -31,9 +31,8 @@ struct Consumer {
   const int thread_row;  // this thread's first row in the tile
   const float scale_log2;
 
-  Ring<Traits::kQStages> q_ring;
-  Ring<Traits::kStages> k_ring, v_ring;
-  int block_slot = 0;
+  uint32_t tiles = 0;   // whose queries are no longer needed
+  uint32_t blocks = 0;  // whose keys are no longer needed; the values of the last of them are still to be used
   TileNote tile;
   RowStats stats;
 
@@ -48,26 +47,22 @@ struct Consumer {
         scale_log2(params.transform ? 1.0f : params.scale * kLog2e) {}
 
   __device__ __forceinline__ void Work() {
-    BarrierWait(&shared.k_full[k_ring.slot], k_ring.parity);
-    BlockHeader block = shared.blocks[block_slot].header;
+    WaitForKeys();
+    BlockHeader block = shared.blocks[0].header;
     if (block.flags & kEndOfWork) return;
 
     FirstStep(block);
     if (Traits::kTurns && warpgroup == 1) NamedBarrierArrive(kTurnBarrier, 256);
 
     while (true) {
-      BarrierWait(&shared.k_full[k_ring.slot], k_ring.parity);
-      const BlockHeader next = shared.blocks[block_slot].header;
+      WaitForKeys();
+      const BlockHeader next = shared.blocks[SlotOf<kBlockSlots>(blocks)].header;
       if (next.flags & kEndOfWork) break;
-      if (Traits::kNarrowN > 0 && next.flags & kNarrowBlock) {
-        if constexpr (Traits::kNarrowN > 0) Step<Traits::kNarrowN>(block, next);
-      } else {
-        Step<Traits::kBlockN>(block, next);
-      }
+      Step(block, next);
       block = next;
     }
 
-    BarrierWait(&shared.v_full[v_ring.slot], v_ring.parity);
+    WaitForValues();
     WgmmaFence();
     IssuePV(block);
     WgmmaWait<0>();
@@ -82,37 +77,36 @@ struct Consumer {
     StartTile();
     float s[kLogits], rescale[2];
     WgmmaFence();
-    IssueQK<Traits::kBlockN>(s);
+    IssueQK(s);
     WgmmaCommit();
     WgmmaWait<0>();
     PinRegisters(s);
     ReleaseKeys();
+    if (block.flags & kLastBlock) ReleaseQueries();
     SoftmaxBlock(block, s, rescale);
     PackProbabilities<Element>(s, p);
   }
 
-  // PV of `block` beside QK and softmax of the first kN columns of `next`.
-  template <int kN>
+  // PV of `block` beside QK and softmax of `next`.
   __device__ __forceinline__ void Step(const BlockHeader& block, const BlockHeader& next) {
     const bool new_tile = next.flags & kFirstBlock;
     const TileNote finished = tile;
     const RowStats finished_stats = stats;
-    if (new_tile) {
-      ReleaseQueries();
-      StartTile();
-    }
-    float s[kN / 2];
-    if (Traits::kTurns) NamedBarrierSync(kTurnBarrier + warpgroup, 256);
+    if (new_tile) StartTile();
+    float s[kLogits];
+    TakeTurn();
     WgmmaFence();
-    IssueQK<kN>(s);
+    IssueQK(s);
     WgmmaCommit();
-    BarrierWait(&shared.v_full[v_ring.slot], v_ring.parity);
+    WaitForValues();
     IssuePV(block);
-    if (Traits::kTurns) NamedBarrierArrive(kTurnBarrier + (warpgroup ^ 1), 256);
+    if (Traits::kTurns == 1) PassTurn();
 
     WgmmaWait<1>();
+    if (Traits::kTurns == 2) PassTurn();
     PinRegisters(s);
     ReleaseKeys();
+    if (next.flags & kLastBlock) ReleaseQueries();
     float rescale[2];
     const bool moved = SoftmaxBlock(next, s, rescale);
     PinRegisters(s);
@@ -130,65 +124,65 @@ struct Consumer {
     PackProbabilities<Element>(s, p);
   }
 
+  __device__ __forceinline__ void TakeTurn() {
+    if (Traits::kTurns) NamedBarrierSync(kTurnBarrier + warpgroup, 256);
+  }
+
+  __device__ __forceinline__ void PassTurn() { NamedBarrierArrive(kTurnBarrier + (warpgroup ^ 1), 256); }
+
+  __device__ __forceinline__ void WaitForKeys() {
+    BarrierWait(&shared.k_full[SlotOf<Traits::kStages>(blocks)], ParityOf<Traits::kStages>(blocks));
+  }
+
+  __device__ __forceinline__ void WaitForValues() {
+    BarrierWait(&shared.v_full[SlotOf<Traits::kStages>(blocks - 1)], ParityOf<Traits::kStages>(blocks - 1));
+  }
+
   __device__ __forceinline__ void StartTile() {
-    BarrierWait(&shared.q_full[q_ring.slot], q_ring.parity);
-    tile = shared.tiles[q_ring.slot];
+    const int slot = SlotOf<Traits::kQStages>(tiles);
+    BarrierWait(&shared.q_full[slot], ParityOf<Traits::kQStages>(tiles));
+    tile = shared.tiles[slot];
     stats.Reset();
   }
 
-  template <int kN>
-  __device__ __forceinline__ void IssueQK(float (&s)[kN / 2]) {
-    const uint32_t q = SharedAddress(shared.q[q_ring.slot]) + warpgroup * 64 * Traits::kRowBytes * Traits::kChunks;
-    const uint64_t q_operand = DescribeRows(q), k_operand = DescribeRows(SharedAddress(shared.k[k_ring.slot]));
+  __device__ __forceinline__ void IssueQK(float (&s)[kLogits]) {
+    const uint32_t q = SharedAddress(shared.q[SlotOf<Traits::kQStages>(tiles)]) + warpgroup * 64 * Traits::kRowBytes * Traits::kChunks;
+    const Operand q_operand = OperandOfRows(q), k_operand = OperandOfRows(SharedAddress(shared.k[SlotOf<Traits::kStages>(blocks)]));
 #pragma unroll
     for (int step = 0; step < Traits::kHeadDim / 16; ++step) {
       const int chunk = step / 4, column_bytes = step % 4 * 32;
       const int q_offset = chunk * 64 * Traits::kRowBytes + column_bytes;
       const int k_offset = chunk * Traits::kBlockN * Traits::kRowBytes + column_bytes;
-      Wgmma<kN>::template SharedShared<false>(s, q_operand + (q_offset >> 4), k_operand + (k_offset >> 4), step > 0,
+      Wgmma<Traits::kBlockN>::template SharedShared<false>(s, q_operand.Advance(q_offset), k_operand.Advance(k_offset), step > 0,
                                               Element{});
     }
   }
 
-  // Adds to the outputs, or starts them on the first block of a tile. The group is committed inside each branch:
-  // past a branch the compiler would have to end it with an empty product, and waits would count that.
+  // Adds to the outputs, or starts them on the first block of a tile.
   __device__ __forceinline__ void IssuePV(const BlockHeader& block) {
-    const uint64_t v_operand =
-        DescribeColumns(SharedAddress(shared.v[v_ring.slot]), Traits::kBlockN * Traits::kRowBytes);
+    const Operand v_operand =
+        OperandOfColumns(SharedAddress(shared.v[SlotOf<Traits::kStages>(blocks - 1)]), Traits::kBlockN * Traits::kRowBytes);
     const bool adds = !(block.flags & kFirstBlock);
-    if (Traits::kNarrowN > 0 && block.flags & kNarrowBlock) {
-      MultiplyPV<Traits::kNarrowN / 16>(v_operand, adds);
-      WgmmaCommit();
-    } else {
-      MultiplyPV<Traits::kBlockN / 16>(v_operand, adds);
-      WgmmaCommit();
-    }
-  }
-
-  template <int kSteps>
-  __device__ __forceinline__ void MultiplyPV(uint64_t v_operand, bool adds) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      Wgmma<Traits::kVHeadDim>::RegistersShared(o, p + 4 * step, v_operand + (step * 2 * kSwizzleAtomBytes >> 4),
+    for (int step = 0; step < Traits::kBlockN / 16; ++step) {
+      Wgmma<Traits::kVHeadDim>::RegistersShared(o, p + 4 * step, v_operand.Advance(step * 2 * kSwizzleAtomBytes),
                                                 step > 0 || adds, Element{});
     }
+    WgmmaCommit();
   }
 
-  // Logits to probabilities. Must come before the keys of the next block are released: see Producer::OpenBlock.
-  template <int kCount>
-  __device__ __forceinline__ bool SoftmaxBlock(const BlockHeader& block, float (&s)[kCount], float (&rescale)[2]) {
+  // Logits to probabilities. Must come before the keys of the next block are released: see Producer::NoteBlock.
+  __device__ __forceinline__ bool SoftmaxBlock(const BlockHeader& block, float (&s)[kLogits], float (&rescale)[2]) {
     if (__builtin_expect(params.transform, false)) TransformLogits(s, params.transform_scale, params.cap_log2);
     if (block.flags & kMaskedBlock) MaskBlock(block, s);
-    block_slot = (block_slot + 1) % kBlockSlots;
     return Softmax(s, stats, rescale, scale_log2);
   }
 
-  template <int kCount>
-  __device__ __forceinline__ void MaskBlock(const BlockHeader& block, float (&s)[kCount]) {
+  __device__ __forceinline__ void MaskBlock(const BlockHeader& block, float (&s)[kLogits]) {
     const int lane_column = threadIdx.x % 4 * 2;
     const int queries[2] = {tile.token + (thread_row >> params.pack_log2),
                             tile.token + ((thread_row + 8) >> params.pack_log2)};
-    RowMask<kCount / 2> rows[2];
+    RowMask<kLogits / 2> rows[2];
     rows[0].Clear();
     rows[1].Clear();
     const bool inline_slices = block.num_slices >= 0;
@@ -196,7 +190,7 @@ struct Consumer {
     for (int i = 0; i < count; ++i) {
       Slice slice;
       if (inline_slices) {
-        slice = shared.blocks[block_slot].slices[i];
+        slice = shared.blocks[SlotOf<kBlockSlots>(blocks - 1)].slices[i];
       } else {
         const int id = params.by_query.ids[block.ids_begin + i];
         slice = params.slices[min(max(id, 0), params.num_slices - 1)];
@@ -220,18 +214,18 @@ struct Consumer {
   __device__ __forceinline__ void FinishPV() {
     PinRegisters(o);
     PinRegisters(p);
-    Release(&shared.v_empty[v_ring.slot]);
-    v_ring.Advance();
+    // `blocks` counts the next block already.
+    Release(&shared.v_empty[SlotOf<Traits::kStages>(blocks - 2)]);
   }
 
   __device__ __forceinline__ void ReleaseQueries() {
-    if (threadIdx.x % 32 == 0) BarrierArrive(&shared.q_empty[q_ring.slot]);
-    q_ring.Advance();
+    if (threadIdx.x % 32 == 0) BarrierArrive(&shared.q_empty[SlotOf<Traits::kQStages>(tiles)]);
+    ++tiles;
   }
 
   __device__ __forceinline__ void ReleaseKeys() {
-    Release(&shared.k_empty[k_ring.slot]);
-    k_ring.Advance();
+    Release(&shared.k_empty[SlotOf<Traits::kStages>(blocks)]);
+    ++blocks;
   }
 };
 

@@ -46,15 +46,14 @@ struct Producer {
   const int lane;
   const uint32_t rank;  // in the cluster
 
-  Ring<Traits::kQStages> q_ring;
-  Ring<Traits::kStages> k_ring, v_ring;
-  int block_slot = 0;
+  uint32_t tiles = 0, blocks = 0;  // sent so far; the values of the last block may still be pending
   int pending_key = -1, pending_kv_head = 0;  // block whose values are still to be loaded
 
   WorkTile tile;
   int token, last_token;  // of this block's tile, inside the sequence
   int walk_last_token;    // of the cluster's tiles
-  bool tile_opened;  // queries are on their way
+  int noted_key;     // of the block whose note is written; negative: none of this tile
+  bool noted_first;  // it is the first of the tile
   Run run;
   int num_chunks;  // groups of 32 slices of the run
   LaneSlice mine;
@@ -75,20 +74,25 @@ struct Producer {
       scheduler.Advance(params);
     }
     LoadPendingValues();
-    OpenBlock();
+    const int k_slot = SlotOf<Traits::kStages>(blocks);
+    BarrierWait(&shared.k_empty[k_slot], ParityOf<Traits::kStages>(blocks) ^ 1);
     if (lane == 0) {
-      shared.blocks[block_slot].header = {0, kEndOfWork, 0, 0};
-      BarrierArrive(&shared.k_full[k_ring.slot]);
+      shared.blocks[SlotOf<kBlockSlots>(blocks)].header = {0, kEndOfWork, 0, 0};
+      BarrierArrive(&shared.k_full[k_slot]);
     }
   }
 
  private:
   __device__ void WalkTile() {
-    tile_opened = false;
+    noted_key = -1;
     const int first_run = max(params.by_query.ptr[tile.table_tile], 0);
     const int end_run = min(params.by_query.ptr[tile.table_tile + 1], params.by_query.num_runs);
     for (int r = first_run; r < end_run; ++r) WalkRun(params.by_query.runs[r]);
-    if (!tile_opened && !params.accumulate) WriteEmptyTile();
+    if (noted_key >= 0) {
+      SendBlock(kLastBlock);
+    } else if (!params.accumulate) {
+      WriteEmptyTile();
+    }
   }
 
   __device__ void WalkRun(const Run& next_run) {
@@ -99,8 +103,9 @@ struct Producer {
     if (num_chunks <= 0) return;
     LoadSlices(0);
     for (int key = FirstVisible(0); key < params.k_len; key = FirstVisible(key + Traits::kBlockN)) {
-      if (!tile_opened) OpenTile();
-      EmitBlock(key);
+      const bool first = noted_key < 0;
+      if (!first) SendBlock(0);
+      NoteBlock(key, first);
     }
   }
 
@@ -127,13 +132,13 @@ struct Producer {
 
   // Starts the load of the tile's queries.
   __device__ __forceinline__ void OpenTile() {
-    tile_opened = true;
-    BarrierWait(&shared.q_empty[q_ring.slot], q_ring.parity ^ 1);
+    const int q_slot = SlotOf<Traits::kQStages>(tiles);
+    BarrierWait(&shared.q_empty[q_slot], ParityOf<Traits::kQStages>(tiles) ^ 1);
     if (lane == 0) {
-      shared.tiles[q_ring.slot] = {token, tile.head};
-      uint64_t* barrier = &shared.q_full[q_ring.slot];
+      shared.tiles[q_slot] = {token, tile.head};
+      uint64_t* barrier = &shared.q_full[q_slot];
       BarrierArriveExpect(barrier, Traits::kQBytes);
-      uint8_t* destination = shared.q[q_ring.slot];
+      uint8_t* destination = shared.q[q_slot];
 #pragma unroll
       for (int i = 0; i < Traits::kConsumers * Traits::kChunks; ++i) {
         const int first_row = token + (64 >> params.pack_log2) * (i / Traits::kChunks);
@@ -141,71 +146,65 @@ struct Producer {
                 first_row, kEvictFirst);
       }
     }
-    q_ring.Advance();
-    opens_tile = true;
+    ++tiles;
   }
 
-  // Waits until the next key stage is free. Consumers still read the note of a block after they release its keys,
-  // until they release the next one: a note's slot is used again kBlockSlots > kStages blocks later, after that.
-  __device__ __forceinline__ void OpenBlock() { WaitUntilFree(&shared.k_empty[k_ring.slot], k_ring.parity ^ 1); }
-
-  __device__ __forceinline__ void WaitUntilFree(uint64_t* barrier, uint32_t parity) {
-    if (Traits::kCluster > 1) {
-      BarrierWaitForPeer(barrier, parity);
-    } else {
-      BarrierWait(barrier, parity);
-    }
-  }
-
-  __device__ __forceinline__ void EmitBlock(int key) {
-    OpenBlock();
-    BlockNote& note = shared.blocks[block_slot];
+  // Writes down what consumers need to know about the block at `key`, before its keys are asked for: whether it is the
+  // tile's last shows only when the next is looked for. Consumers read the note of a block until they release the
+  // keys of the next. When this note is written, the keys of the block kStages + 1 before have been released, and so
+  // the note of the one before that is free.
+  __device__ __forceinline__ void NoteBlock(int key, bool first) {
+    static_assert(Traits::kStages + 2 <= kBlockSlots);
+    BlockNote& note = shared.blocks[SlotOf<kBlockSlots>(blocks)];
     const int key_end = key + Traits::kBlockN;
     bool full = key >= run.full_begin && key_end <= run.full_end;
-    int count = 0, visible_end = key;
+    int count = 0;
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
       if (num_chunks > 1) LoadSlices(chunk);
       const bool touches = max(mine.any_begin, key) < min(mine.any_end, key_end);
       const uint32_t touching = __ballot_sync(0xFFFFFFFF, touches);
       const int position = count + __popc(touching & ((1u << lane) - 1));
       if (touches && position < kMaxInlineSlices) note.slices[position] = params.slices[mine.id];
-      if (touches) visible_end = max(visible_end, mine.any_end);
       full |= mine.all_begin <= key && key_end <= mine.all_end;
       count += __popc(touching);
     }
     full = __any_sync(0xFFFFFFFF, full);
-    visible_end = __reduce_max_sync(0xFFFFFFFF, visible_end);
-    int flags = opens_tile ? kFirstBlock : 0;
-    if (!full) flags |= kMaskedBlock;
-    if (Traits::kNarrowN > 0 && visible_end <= key + Traits::kNarrowN) flags |= kNarrowBlock;
-    opens_tile = false;
     // A block with too many slices hands over the run's whole list.
-    const bool fits = count <= kMaxInlineSlices;
-    if (!fits) count = run.ids_end - run.ids_begin;
-    if (lane == 0) note.header = {key, flags, fits ? count : -count, run.ids_begin};
+    if (count > kMaxInlineSlices) count = run.ids_begin - run.ids_end;
+    const int flags = (first ? kFirstBlock : 0) | (full ? 0 : kMaskedBlock);
+    if (lane == 0) note.header = {key, flags, count, run.ids_begin};
     __syncwarp();
+    noted_key = key;
+    noted_first = first;
+  }
+
+  // Asks for the noted block's keys, and for the values of the one before.
+  __device__ __forceinline__ void SendBlock(int flags) {
+    if (noted_first) OpenTile();
+    const int k_slot = SlotOf<Traits::kStages>(blocks);
+    BarrierWait(&shared.k_empty[k_slot], ParityOf<Traits::kStages>(blocks) ^ 1);
     if (lane == 0) {
-      uint64_t* barrier = &shared.k_full[k_ring.slot];
+      shared.blocks[SlotOf<kBlockSlots>(blocks)].header.flags |= flags;
+      uint64_t* barrier = &shared.k_full[k_slot];
       BarrierArriveExpect(barrier, Traits::kKBytes);
-      LoadRows<Traits::kChunks>(shared.k[k_ring.slot], k_map, barrier, tile.kv_head, key);
+      LoadRows<Traits::kChunks>(shared.k[k_slot], k_map, barrier, tile.kv_head, noted_key);
     }
-    k_ring.Advance();
-    block_slot = (block_slot + 1) % kBlockSlots;
     LoadPendingValues();
-    pending_key = key;
+    ++blocks;
+    pending_key = noted_key;
     pending_kv_head = tile.kv_head;
   }
 
   // Values are needed one block later than keys, so they are loaded behind the next block's keys.
   __device__ __forceinline__ void LoadPendingValues() {
     if (pending_key < 0) return;
-    WaitUntilFree(&shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+    const int v_slot = SlotOf<Traits::kStages>(blocks - 1);
+    BarrierWait(&shared.v_empty[v_slot], ParityOf<Traits::kStages>(blocks - 1) ^ 1);
     if (lane == 0) {
-      uint64_t* barrier = &shared.v_full[v_ring.slot];
+      uint64_t* barrier = &shared.v_full[v_slot];
       BarrierArriveExpect(barrier, Traits::kVBytes);
-      LoadRows<Traits::kVChunks>(shared.v[v_ring.slot], v_map, barrier, pending_kv_head, pending_key);
+      LoadRows<Traits::kVChunks>(shared.v[v_slot], v_map, barrier, pending_kv_head, pending_key);
     }
-    v_ring.Advance();
     pending_key = -1;
   }
 
@@ -238,8 +237,6 @@ struct Producer {
       for (int i = lane; i < pack; i += 32) lse[i] = -INFINITY;
     }
   }
-
-  bool opens_tile = false;  // the next block is the first of its tile
 
  public:
   __device__ __forceinline__ Producer(const KernelParams& params, const CUtensorMap& q_map, const CUtensorMap& k_map,

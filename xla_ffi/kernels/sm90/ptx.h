@@ -67,7 +67,14 @@ __device__ __forceinline__ void StoreToPeer(uint32_t address, int value) {
   asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+// Says that this warp's tensor-core reads are done. No release at cluster scope: that costs a fence that waits for
+// all of the warp's memory traffic, and finished products have nothing left to order.
 __device__ __forceinline__ void BarrierArriveAtPeer(uint64_t* barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(PeerAddress(barrier, rank)) : "memory");
+}
+
+// Arrives after earlier writes of this thread to the peer's shared memory.
+__device__ __forceinline__ void BarrierReleaseToPeer(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(PeerAddress(barrier, rank))
                : "memory");
 }

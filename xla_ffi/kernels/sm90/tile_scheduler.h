@@ -40,7 +40,7 @@ struct TileScheduler {
   SharedStorage<Traits>& shared;
   const uint32_t rank;  // in the cluster
   int work, next;
-  Ring<2> ring;
+  uint32_t items = 0;
 
   __device__ __forceinline__ TileScheduler(SharedStorage<Traits>& shared, uint32_t rank)
       : shared(shared), rank(rank), work(blockIdx.x / Traits::kCluster) {}
@@ -61,18 +61,18 @@ struct TileScheduler {
  private:
   __device__ __forceinline__ void Share() {
     if (rank == 0) {
-      BarrierWaitForPeer(&shared.work_empty[ring.slot], ring.parity ^ 1);
+      BarrierWaitForPeer(&shared.work_empty[SlotOf<2>(items)], ParityOf<2>(items) ^ 1);
       if (threadIdx.x % 32 == 0) {
-        StoreToPeer(PeerAddress(&shared.next_work[ring.slot], 1), next);
-        BarrierArriveAtPeer(&shared.work_full[ring.slot], 1);
+        StoreToPeer(PeerAddress(&shared.next_work[SlotOf<2>(items)], 1), next);
+        BarrierReleaseToPeer(&shared.work_full[SlotOf<2>(items)], 1);
       }
     } else {
-      BarrierWaitForPeer(&shared.work_full[ring.slot], ring.parity);
-      next = shared.next_work[ring.slot];
+      BarrierWaitForPeer(&shared.work_full[SlotOf<2>(items)], ParityOf<2>(items));
+      next = shared.next_work[SlotOf<2>(items)];
       __syncwarp();
-      if (threadIdx.x % 32 == 0) BarrierArriveAtPeer(&shared.work_empty[ring.slot], 0);
+      if (threadIdx.x % 32 == 0) BarrierReleaseToPeer(&shared.work_empty[SlotOf<2>(items)], 0);
     }
-    ring.Advance();
+    ++items;
   }
 };
 

@@ -16,20 +16,28 @@ namespace magi_jax::sm90 {
 
 // --- matrix descriptors: start, two strides, and the swizzle, in units of 16 bytes ---
 
-constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
 constexpr int kSwizzleAtomBytes = 1024;  // 8 rows of 128 bytes
 
-// Operand whose rows run along the summed axis (queries and keys in QK). A step of 16 along that axis adds 32
-// bytes to the start; rows beyond 8 follow at one swizzle atom.
-__device__ __forceinline__ uint64_t DescribeRows(uint32_t address) {
-  return kSwizzle128 | uint64_t{kSwizzleAtomBytes >> 4} << 32 | uint64_t{1} << 16 | (address & 0x3FFFF) >> 4;
-}
+// The lower half of a descriptor, which holds the start; the upper half is the same for all operands here: 128-byte
+// swizzle, and one atom from 8 rows to the next. Kept apart so that stepping along an operand is a 32-bit addition.
+struct Operand {
+  uint32_t low;
+
+  __device__ __forceinline__ Operand Advance(int bytes) const { return {low + (bytes >> 4)}; }
+
+  __device__ __forceinline__ uint64_t Descriptor() const {
+    constexpr uint32_t kHigh = 1u << 30 | kSwizzleAtomBytes >> 4;
+    return uint64_t{kHigh} << 32 | low;
+  }
+};
+
+// Operand whose rows run along the summed axis (queries and keys in QK). A step of 16 along that axis adds 32 bytes.
+__device__ __forceinline__ Operand OperandOfRows(uint32_t address) { return {1u << 16 | (address & 0x3FFFF) >> 4}; }
 
 // Operand whose rows run along the free axis (values in PV): a step of 16 along the summed axis is two atoms; the
 // next chunk of 64 columns follows at `chunk_bytes`.
-__device__ __forceinline__ uint64_t DescribeColumns(uint32_t address, int chunk_bytes) {
-  return kSwizzle128 | uint64_t{kSwizzleAtomBytes >> 4} << 32 | uint64_t(chunk_bytes >> 4) << 16 |
-         (address & 0x3FFFF) >> 4;
+__device__ __forceinline__ Operand OperandOfColumns(uint32_t address, int chunk_bytes) {
+  return {uint32_t(chunk_bytes >> 4) << 16 | (address & 0x3FFFF) >> 4};
 }
 
 // --- ordering ---
@@ -80,21 +88,21 @@ struct Wgmma;
 // One pair of functions per (shape, type). `n0`.. are the numbers of the operands after the accumulators.
 #define MAGI_WGMMA_TYPE(n, type, regs, n0, n1, n2, n3, n4, n5, ...)                                               \
   template <bool kBColumns, int kCount>                                                                           \
-  static __device__ __forceinline__ void SharedShared(float (&d)[kCount], uint64_t a, uint64_t b, bool add, type) { \
+  static __device__ __forceinline__ void SharedShared(float (&d)[kCount], Operand a, Operand b, bool add, type) { \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #n2 ", 0;\n"                                          \
                  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." MAGI_NAME_##type "." MAGI_NAME_##type          \
                  " {" regs "}, %" #n0 ", %" #n1 ", add, 1, 1, 0, %" #n3 ";\n}\n"                                 \
                  : __VA_ARGS__                                                                                    \
-                 : "l"(a), "l"(b), "r"(int32_t{add}), "n"(int32_t{kBColumns}));                                   \
+                 : "l"(a.Descriptor()), "l"(b.Descriptor()), "r"(int32_t{add}), "n"(int32_t{kBColumns}));                                   \
   }                                                                                                               \
   template <int kCount>                                                                                           \
-  static __device__ __forceinline__ void RegistersShared(float (&d)[kCount], const uint32_t* a, uint64_t b, bool add, \
+  static __device__ __forceinline__ void RegistersShared(float (&d)[kCount], const uint32_t* a, Operand b, bool add, \
                                                          type) {                                                  \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #n5 ", 0;\n"                                          \
                  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." MAGI_NAME_##type "." MAGI_NAME_##type          \
                  " {" regs "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", add, 1, 1, 1;\n}\n"           \
                  : __VA_ARGS__                                                                                    \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int32_t{add}));                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.Descriptor()), "r"(int32_t{add}));                        \
   }
 
 #define MAGI_NAME___nv_bfloat16 "bf16"
