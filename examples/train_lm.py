@@ -1,0 +1,236 @@
+"""Trains a small language model on packed documents, with its attention sharded over a mesh.
+
+    python examples/train_lm.py                                  # 8 virtual CPU devices: dp 2 x cp 4
+    python examples/train_lm.py --device gpu --dp 1 --cp 8 --seq-len 262144 --features 2048 --dtype bfloat16
+
+The documents are the source files of the Python standard library, tokenised as bytes. Layers alternate
+full attention and a sliding window, both causal and both within documents, on one dispatch of the tokens.
+Every batch has another mask; its plan is made in the background and is an argument of the train step, so
+that the step is compiled once.
+"""
+
+import argparse
+import functools
+import os
+import textwrap
+from pathlib import Path
+
+import corpus
+import dense_check
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import show
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import magi_jax as mj
+
+# Float32 sums of some 10^4 terms in another order differ by about this much.
+MAX_RELATIVE_DIFFERENCE = 1e-4
+
+
+NEXT = """what to try next:
+    python examples/train_lm.py --help                  all flags; --dispatch zigzag balances otherwise
+    python examples/train_lm.py --dp 1 --cp 8           one sequence over all eight devices
+    python examples/custom_mask.py                      a mask of your own, planned and drawn
+    on GPUs: --device gpu --dp 1 --cp 8 --seq-len 262144 --features 2048 --head-dim 128 --dtype bfloat16
+    README.md and docs/quickstart.md show how to use it in a model of yours"""
+
+
+def parse_flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=40, help="optimiser steps")
+    parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a packed sequence")
+    parser.add_argument("--window", type=int, default=512, help="keys that every other layer sees")
+    parser.add_argument(
+        "--dp", type=int, default=2, help="packed sequences per step, one per replica"
+    )
+    parser.add_argument("--cp", type=int, default=4, help="devices that share a sequence")
+    parser.add_argument("--device", default="cpu", help="cpu (virtual devices) or gpu")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--features", type=int, default=128, help="width of the residual stream")
+    parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=2, help="key and value heads")
+    parser.add_argument("--dtype", default="float32", help="dtype of the computation")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--dispatch", default="balanced", help="or lpt, zigzag, contiguous")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--no-check", action="store_true", help="skip the check against dense attention"
+    )
+    parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder for the pictures")
+    return parser.parse_args()
+
+
+def start_devices(flags: argparse.Namespace) -> jax.sharding.Mesh:
+    """Makes the mesh (dp, cp); on CPU out of virtual devices."""
+    if flags.device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", flags.dp * flags.cp)
+        # Many launches in flight on virtual devices can starve each other of threads.
+        os.environ.setdefault("PJRT_NPROC", str(2 * flags.dp * flags.cp))
+    return jax.make_mesh((flags.dp, flags.cp), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def make_model(flags: argparse.Namespace) -> nnx.Module:
+    config = mj.flax.DecoderConfig(
+        vocab_size=corpus.VOCAB_SIZE,
+        num_layers=flags.layers,
+        features=flags.features,
+        num_heads=flags.features // flags.head_dim,
+        num_kv_heads=flags.kv_heads,
+        head_dim=flags.head_dim,
+        hidden=3 * flags.features,
+        dtype=jnp.dtype(flags.dtype),
+    )
+    return mj.flax.Decoder(config, rngs=nnx.Rngs(flags.seed))
+
+
+def mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def full_causal(segment_ids: np.ndarray) -> mj.AttnMask:
+    return mj.masks.from_segment_ids(segment_ids, causal=True)
+
+
+def sliding_window(segment_ids: np.ndarray, *, size: int) -> mj.AttnMask:
+    return mj.masks.from_segment_ids(segment_ids, causal=True, window=(size - 1, 0))
+
+
+def mean_loss(graphdef, params, packed: mj.data.Packed, attends) -> jax.Array:
+    """Mean cross-entropy over the tokens that have a label."""
+    model = nnx.merge(graphdef, params)
+    logits = model(packed.tokens, packed.positions, attends)
+    labelled = packed.labels != mj.data.NO_LABEL
+    labels = jnp.where(labelled, packed.labels, 0)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.sum(losses * labelled) / jnp.sum(labelled)
+
+
+def make_train_step(graphdef, optimizer: optax.GradientTransformation):
+    """One jitted step; batch and plans are arguments."""
+
+    @jax.jit
+    def train_step(params, opt_state, batch: mj.data.PlannedBatch):
+        attends = tuple(mj.flax.attention_fn(plan, batch_axes="dp") for plan in batch.plans)
+        loss_of = functools.partial(mean_loss, graphdef, packed=batch.packed, attends=attends)
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss, grads
+
+    return train_step
+
+
+def check_first_step(graphdef, params, packed: mj.data.Packed, masks, loss, grads) -> None:
+    """Compares loss and gradients with dense attention on one device, tokens in their original order."""
+    print("checking the first step against dense attention on one device ...", flush=True)
+    visible = [np.stack([mask(ids).dense() for ids in packed.segment_ids]) for mask in masks]
+
+    @jax.jit
+    def dense_step(params, packed, visible):
+        attends = tuple(map(dense_check.dense_attention, visible))
+        return jax.value_and_grad(lambda p: mean_loss(graphdef, p, packed, attends))(params)
+
+    params = jax.tree.map(np.asarray, params)
+    dense_loss, dense_grads = dense_step(params, packed, visible)
+    difference = dense_check.largest_difference((loss, grads), (dense_loss, dense_grads))
+    print(
+        f"  loss {float(loss):.6f}, dense {float(dense_loss):.6f};"
+        f" largest relative difference of loss and gradients {difference:.1e}"
+    )
+    if difference > MAX_RELATIVE_DIFFERENCE:
+        raise SystemExit(f"error: this is more than rounding ({MAX_RELATIVE_DIFFERENCE:.0e})")
+
+
+def count_compilations(counts: dict[str, int]) -> None:
+    """Counts what XLA compiles, by the name of the jitted function."""
+
+    def listen(event: str, _: float, **facts) -> None:
+        if event.endswith("backend_compile_duration"):
+            name = facts.get("fun_name", "")
+            counts[name] = counts.get(name, 0) + 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+
+
+def describe_plans(flags, config: mj.PlanConfig, masks, segment_ids: np.ndarray) -> None:
+    """Prints what the plans of one sequence balance and send, and draws them."""
+    full, window = (mask(segment_ids) for mask in masks)
+    plan = mj.make_plan(full, flags.cp, config)
+    for name, each in (("full causal", plan), ("sliding window", plan.with_mask(window))):
+        path = flags.out / f"plan_{name.replace(' ', '_')}.png"
+        each.plot(path)
+        report = each.report()
+        kept = report.recv_rows.sum() / max(report.ring_rows.sum(), 1)
+        size = mib(report.recv_bytes(flags.kv_heads, flags.head_dim, dtype=flags.dtype).sum())
+        print(f"plan of the first sequence, {name} (picture: {path}):")
+        print(textwrap.indent(str(report), "    "))
+        print(f"    keys and values sent: {size} a layer, {kept:.1%} of a ring's or an all-gather's")
+
+
+def main() -> None:
+    flags = parse_flags()
+    mesh = start_devices(flags)
+    flags.out.mkdir(parents=True, exist_ok=True)
+    compilations: dict[str, int] = {}
+    count_compilations(compilations)
+
+    files = corpus.source_files()
+    size = mib(sum(path.stat().st_size for path in files))
+    print(f"documents: {len(files)} source files of the Python library, {size}")
+    masks = (full_causal, functools.partial(sliding_window, size=flags.window))
+
+    def batches(seed):
+        sequences = mj.data.pack(corpus.documents(files, seed), flags.seq_len)
+        return mj.data.batch(sequences, flags.dp)
+
+    config = mj.PlanConfig(dispatch=flags.dispatch)
+    planner = mj.data.PlanBatch(flags.cp, masks, config)
+    planner = planner.fit(batches(flags.seed + 1), num_batches=8, margin=1.5)
+    first = next(batches(flags.seed))
+    describe_plans(flags, config, masks, first.segment_ids[0])
+
+    graphdef, params = nnx.split(make_model(flags), nnx.Param)
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    print(
+        f"model: {size / 1e6:.2f} M parameters, {flags.layers} layers; mesh: dp {flags.dp} x cp {flags.cp}"
+        f" on {jax.devices()[0].platform}; {flags.dp} x {flags.seq_len} tokens a step"
+    )
+    schedule = optax.warmup_cosine_decay_schedule(
+        flags.learning_rate / 10, flags.learning_rate, max(flags.steps // 8, 1), flags.steps
+    )
+    optimizer = optax.adamw(schedule)
+    train_step = make_train_step(graphdef, optimizer)
+    progress = show.Progress(flags.steps, flags.dp * flags.seq_len)
+    by_token = NamedSharding(mesh, P("dp", "cp"))
+    with jax.set_mesh(mesh), mj.data.Prefetch(batches(flags.seed), planner) as planned:
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        opt_state = jax.device_put(optimizer.init(params), NamedSharding(mesh, P()))
+        print("compiling the train step ...", flush=True)
+        before = jax.tree.map(np.asarray, params)
+        for step in range(flags.steps):
+            batch = jax.device_put(next(planned), by_token)
+            params, opt_state, loss, grads = train_step(params, opt_state, batch)
+            if step == 0 and not flags.no_check:
+                check_first_step(graphdef, before, first, masks, float(loss), grads)
+            progress.update(float(loss))
+    progress.finish()
+    show.plot_losses(progress.losses, flags.out / "loss.png")
+    start, end = progress.losses[0], np.mean(progress.losses[-5:])
+    print(
+        f"loss: {start:.3f} at the first step, {end:.3f} over the last five"
+        f" (picture: {flags.out / 'loss.png'})\n"
+        f"train step: compiled {compilations['jit(train_step)']} time(s) for {flags.steps} batches, each with"
+        " masks of its own"
+    )
+    print(NEXT)
+
+
+if __name__ == "__main__":
+    main()
