@@ -72,9 +72,9 @@ def measure(problem: dispatch.DispatchProblem, strategy: str, model: CostModel) 
     entering = np.bincount(group, end - begin, cp_size // per_node)
     area = np.bincount(cut.rank, bands.area(cut.slices), cp_size)
     work_slices = stages.stage_slices(cut, far, layout, 1)
-    work = timeline.stage_work(work_slices, traffic, per_node, model)
-    num_stages = timeline.best_num_stages(work, model)
-    split = timeline.split_evenly(work, num_stages, model.latency_us)
+    works = timeline.even_stages(work_slices, traffic, TOKENS_PER_RANK, per_node, model)
+    split = works[timeline.fastest(works)]
+    num_stages = len(split.cast_us)
     return {
         "imbalance": float(area.max() / area.mean()),
         "recv": float(traffic[0].sum(axis=0).max() / seq_len),
@@ -83,8 +83,8 @@ def measure(problem: dispatch.DispatchProblem, strategy: str, model: CostModel) 
         "total": float(traffic.sum() / seq_len / cp_size),
         "slices": int(sum(np.bincount(w.rank, minlength=cp_size) for w in work_slices).max()),
         "stages": num_stages,
-        "forward_efficiency": timeline.simulate(split).efficiency,
-        "backward_efficiency": timeline.simulate(split, backward=True).efficiency,
+        "forward_efficiency": timeline.simulate(split).efficiency(works[0].forward_us),
+        "backward_efficiency": timeline.simulate(split, True).efficiency(works[0].backward_us),
         "dispatch_ms": dispatch_ms,
     }
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from magi_jax.masks import AttnMask
 from magi_jax.plan.lay_out import (
+    Machine,
     check_mask,
     frame_of,
     lay_out_dispatch,
@@ -25,6 +26,7 @@ from magi_jax.plan.plot import plot_plan
 from magi_jax.plan.report import PlanReport, make_report, require_concrete
 from magi_jax.plan.spec import PlanSpec
 from magi_jax.plan.tables import Array, CommMeta, DispatchMeta, SliceTable, local_part
+from magi_jax.solver.cost_model import CostModel
 
 
 @functools.partial(
@@ -76,13 +78,19 @@ class AttentionPlan:
         """
         return local_part(self, rank, self.cp_size, lead=self.positions.ndim - 1)
 
-    def report(self) -> PlanReport:
-        """Balance, rows and bytes of this plan; printing it gives a table.
+    def report(
+        self, cost_model: CostModel | None = None, ranks_per_node: int | None = None
+    ) -> PlanReport:
+        """Balance, rows, bytes and predicted times of this plan; printing it gives a table.
+
+        Args:
+            cost_model: rates of the machine; None takes the defaults.
+            ranks_per_node: ranks that share a fast link; None takes all ranks for one node.
 
         Raises:
             ValueError: the plan is traced, stacked or local.
         """
-        return make_report(self)
+        return make_report(self, cost_model, ranks_per_node)
 
     def plot(self, path: str | PathLike) -> None:
         """Draws the mask coloured by owner, the area of each rank and the traffic between ranks.
@@ -136,7 +144,7 @@ class AttentionPlan:
         if spec is not None:
             require_frame(spec, frame)
             dispatched, rolls = lay_out_dispatch(layout, frame, spec)
-        calc, comm = lay_out_stages(mask.slices, layout, frame, overlap, spec)
+        calc, comm = lay_out_stages(mask.slices, layout, frame, overlap, spec, Machine())
         sizes = make_spec(frame, dispatched, rolls, calc, comm)
         planning_ms = (time.perf_counter() - started) * 1e3
         return AttentionPlan(dispatched, calc, comm, rolls, sizes, planning_ms)

@@ -7,6 +7,7 @@ from magi_jax.plan.attention_plan import AttentionPlan
 from magi_jax.plan.config import PlanConfig
 from magi_jax.plan.lay_out import (
     Frame,
+    Machine,
     check_mask,
     lay_out_dispatch,
     lay_out_stages,
@@ -54,7 +55,8 @@ def make_plan(
     )
     layout = dispatch.make_layout(STRATEGIES[config.dispatch](problem), cp_size)
     dispatched, rolls = lay_out_dispatch(layout, frame, spec)
-    calc, comm = lay_out_stages(mask.slices, layout, frame, config.overlap, spec, config.engine)
+    machine = Machine(config.engine, config.ranks_per_node, config.cost_model)
+    calc, comm = lay_out_stages(mask.slices, layout, frame, config.overlap, spec, machine)
     sizes = make_spec(frame, dispatched, rolls, calc, comm)
     planning_ms = (time.perf_counter() - started) * 1e3
     return AttentionPlan(dispatched, calc, comm, rolls, sizes, planning_ms)

@@ -1,8 +1,9 @@
 """The knobs of planning."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from magi_jax.solver.balanced import EFFORTS
+from magi_jax.solver.cost_model import CostModel
 from magi_jax.solver.engine import check_engine
 from magi_jax.solver.slice_table import TILE_SIZE
 from magi_jax.solver.strategies import STRATEGIES
@@ -25,7 +26,9 @@ class PlanConfig:
         effort: "fast" for planning every batch, "high" for planning ahead in background workers; how
             long "balanced" searches.
         engine: "compiled" or "numpy"; both make the same plans, in milliseconds and in seconds.
-        overlap: number of remote stages (at least 1), or "auto".
+        overlap: number of remote stages (at least 1), or "auto": the number from 1 to 4 for which
+            ``cost_model`` predicts the least time.
+        cost_model: rates of the machine.
         roll_shifts: shifts for which the plan holds a roll transfer.
         tile_size: rows of a tile in the slice tables; the kernels of this package read 128.
     """
@@ -37,6 +40,7 @@ class PlanConfig:
     effort: str = "fast"
     engine: str = "compiled"
     overlap: int | str = "auto"
+    cost_model: CostModel = field(default_factory=CostModel)
     roll_shifts: tuple[int, ...] = (-1,)
     tile_size: int = TILE_SIZE
 

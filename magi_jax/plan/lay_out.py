@@ -9,7 +9,8 @@ from magi_jax.masks import AttnMask
 from magi_jax.plan.slice_table import build_table, exact_spec, pad_entries, pad_table
 from magi_jax.plan.spec import MIN_BUFFER_ROWS, MIN_SEGMENTS, CommSpec, PlanSpec, bucket
 from magi_jax.plan.tables import CommMeta, DispatchMeta, SliceTable
-from magi_jax.solver import remote, stages, transfer
+from magi_jax.solver import remote, stages, timeline, transfer
+from magi_jax.solver.cost_model import CostModel
 from magi_jax.solver.dispatch import Layout
 from magi_jax.solver.slice_table import split_by_part
 
@@ -23,6 +24,14 @@ class Frame(NamedTuple):
     local_len: int
     tile_size: int
     roll_shifts: tuple[int, ...]
+
+
+class Machine(NamedTuple):
+    """What a plan is made for, beside its identities; fields as in `PlanConfig`."""
+
+    engine: str = "compiled"
+    ranks_per_node: int | None = None
+    cost_model: CostModel = CostModel()
 
 
 def frame_of(spec: PlanSpec) -> Frame:
@@ -105,12 +114,14 @@ def lay_out_stages(
     frame: Frame,
     overlap: int | str,
     spec: PlanSpec | None,
-    engine: str = "compiled",
+    machine: Machine,
 ) -> tuple[tuple[SliceTable, ...], tuple[CommMeta, ...]]:
     """Solves what crosses ranks and what each rank computes: (``calc``, ``comm``) of a plan."""
     cut = remote.cut_queries(slices, layout)
     far = remote.remote_ranges(cut, layout)
-    num_stages = _num_remote_stages(far, layout, frame, overlap, spec)
+    num_stages = _num_remote_stages(frame, overlap, spec)
+    if num_stages is None:
+        num_stages = _auto_num_stages(cut, far, layout, frame, machine)
     if num_stages > 1:
         far = remote.split_stages(far, num_stages, frame.cp_size)
     comm = tuple(
@@ -127,7 +138,7 @@ def lay_out_stages(
     for i, work in enumerate(stages.stage_slices(cut, far, layout, num_stages)):
         lengths = frame.local_len, buffers[i]
         table = build_table(
-            work.slices, work.rank, frame.cp_size, *lengths, frame.tile_size, engine
+            work.slices, work.rank, frame.cp_size, *lengths, frame.tile_size, machine.engine
         )
         needed = exact_spec(table)
         wanted = needed.rounded() if spec is None else spec.calc[i]
@@ -147,12 +158,27 @@ def layout_of(dispatched: DispatchMeta, cp_size: int) -> Layout:
     return Layout(edges, owner[order], local_start[order], cp_size)
 
 
-def _num_remote_stages(far, layout, frame, overlap, spec) -> int:
-    """Number of remote stages; a spec settles what "auto" leaves open."""
+def _auto_num_stages(cut, far, layout: Layout, frame: Frame, machine: Machine) -> int:
+    """The number of equal remote stages that should take least time, forward and backward together."""
+    cp_size = frame.cp_size
+    pair = far.src * cp_size + far.dst
+    rows = np.bincount(pair, weights=far.end - far.begin, minlength=cp_size * cp_size)
+    works = timeline.even_stages(
+        stages.stage_slices(cut, far, layout, 1),
+        rows.reshape(1, cp_size, cp_size),
+        frame.local_len,
+        machine.ranks_per_node or cp_size,
+        machine.cost_model,
+    )
+    return timeline.fastest(works) + 1
+
+
+def _num_remote_stages(frame, overlap, spec) -> int | None:
+    """Number of remote stages; None when neither ``overlap`` nor the spec settles it."""
     if frame.cp_size == 1:
         return 0
     if overlap == "auto" and spec is None:
-        return remote.auto_num_stages(far, layout, frame.local_len)
+        return None
     if overlap != "auto" and spec is not None and overlap != spec.num_remote_stages:
         raise ValueError(
             f"overlap={overlap} is the number of remote stages, the spec has"

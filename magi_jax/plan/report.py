@@ -9,7 +9,10 @@ import numpy as np
 
 from magi_jax.masks import bands
 from magi_jax.plan.tables import N_ROWS, PEER, SEGMENT_ROWS, SRC_ROW, CommMeta
-from magi_jax.solver import intervals
+from magi_jax.solver import intervals, timeline
+from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver.stages import StageSlices
+from magi_jax.solver.timeline import Timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,8 @@ class PlanReport:
         pair_rows: ``[stages]`` rows of the block of each pair in the portable collective.
         redundancy: received rows over distinct ones; 1.0 always.
         planning_ms: time that planning took on the host; None when the plan was transformed since.
+        forward, backward: predicted timelines of the stages.
+        kernel_us: mean kernel time of a rank, forward and backward together.
     """
 
     seq_len: int
@@ -37,6 +42,9 @@ class PlanReport:
     pair_rows: np.ndarray
     redundancy: float
     planning_ms: float | None
+    forward: Timeline
+    backward: Timeline
+    kernel_us: float
 
     @property
     def cp_size(self) -> int:
@@ -63,6 +71,16 @@ class PlanReport:
     def send_rows(self) -> np.ndarray:
         """Rows that each rank sends, int64 ``[cp]``."""
         return self.traffic.sum(axis=(0, 2))
+
+    @property
+    def predicted_us(self) -> float:
+        """Predicted time of forward and backward attention on the slowest rank."""
+        return self.forward.predicted_us + self.backward.predicted_us
+
+    @property
+    def efficiency(self) -> float:
+        """Mean kernel time over the predicted time; 1.0 when there is nothing to do."""
+        return self.kernel_us / self.predicted_us if self.predicted_us > 0 else 1.0
 
     @property
     def ring_rows(self) -> np.ndarray:
@@ -128,14 +146,26 @@ class PlanReport:
             ("redundancy", f"{self.redundancy:.3f}"),
             ("padded collective", f"{self.collective_rows:,} rows per rank"),
             ("padding", f"{self.padding:.2%} of local rows"),
+            (
+                "predicted",
+                f"{self.forward.predicted_us:,.0f} us forward, {self.backward.predicted_us:,.0f} us"
+                f" backward, efficiency {self.efficiency:.2f}",
+            ),
             ("planning", "-" if self.planning_ms is None else f"{self.planning_ms:.1f} ms"),
         ]
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
 
-def make_report(plan) -> PlanReport:
+def make_report(
+    plan, cost_model: CostModel | None = None, ranks_per_node: int | None = None
+) -> PlanReport:
     """Counts what a plan costs.
+
+    Args:
+        plan: one whole plan with values.
+        cost_model: rates of the machine, for the predicted times; None takes the defaults.
+        ranks_per_node: ranks that share a fast link; None takes all ranks for one node.
 
     Raises:
         ValueError: the plan is traced, stacked or local, so that there are no tables to count.
@@ -148,17 +178,34 @@ def make_report(plan) -> PlanReport:
     ]
     traffic = [_traffic(meta, cp_size) for meta in plan.comm]
     received = sum(int(rows.sum()) for rows in traffic)
+    rows = np.reshape(traffic, (len(traffic), cp_size, cp_size)).astype(np.int64)
+    work = _stage_work(plan, rows, cost_model or CostModel(), ranks_per_node)
     return PlanReport(
         seq_len=plan.spec.seq_len,
         local_len=plan.spec.local_len,
         tokens=np.asarray(plan.dispatch.segments, np.int64)[:, :, SEGMENT_ROWS].sum(axis=1),
         area=np.stack(area),
-        traffic=np.reshape(traffic, (len(traffic), cp_size, cp_size)).astype(np.int64),
+        traffic=rows,
         buffer_rows=np.array([meta.dst_rows for meta in plan.comm], np.int64),
         pair_rows=np.array([meta.pair_rows for meta in plan.comm], np.int64),
         redundancy=received / max(_distinct_rows(plan), 1) if received else 1.0,
         planning_ms=plan.planning_ms,
+        forward=timeline.simulate(work),
+        backward=timeline.simulate(work, backward=True),
+        kernel_us=float((work.forward_us + work.backward_us).sum(axis=0).mean()),
     )
+
+
+def _stage_work(plan, traffic, cost_model, ranks_per_node) -> timeline.StageWork:
+    """Kernel and transfer times of every stage, read off the plan's tables."""
+    work = []
+    for table in jax.tree.map(np.asarray, plan.calc):
+        rank, entry = np.nonzero(
+            bands.is_visible(table.slices.reshape(-1, 6)).reshape(plan.cp_size, -1)
+        )
+        work.append(StageSlices(table.slices[rank, entry].astype(np.int64), rank))
+    per_node = plan.cp_size if ranks_per_node is None else ranks_per_node
+    return timeline.stage_work(work, traffic, plan.spec.local_len, per_node, cost_model)
 
 
 def require_concrete(plan, name: str) -> None:

@@ -38,7 +38,8 @@ class CostModel:
         forward_tflops, backward_tflops: kernel rate by visible keys per query row, rising in keys.
         link_gbps: GB/s that a GPU receives (and sends) inside a node.
         node_link_gbps: GB/s that a GPU receives (and sends) across nodes.
-        latency_us: fixed time of a cast or a reduce.
+        memory_gbps: GB/s of the GPU's own memory, for merging the partial output of a stage.
+        latency_us: fixed time of a cast or a reduce, and of the launches of a stage.
     """
 
     num_heads: int = 64
@@ -50,6 +51,7 @@ class CostModel:
     backward_tflops: tuple[tuple[float, float], ...] = BACKWARD_TFLOPS
     link_gbps: float = 370.0
     node_link_gbps: float = 50.0
+    memory_gbps: float = 3000.0
     latency_us: float = 15.0
 
     def __post_init__(self):
@@ -80,15 +82,32 @@ class CostModel:
                 values[name] = tuple(tuple(point) for point in values[name])
         return cls(**values)
 
-    def kernel_us(self, slices: np.ndarray, backward: bool = False) -> np.ndarray:
-        """Time of each tight slice ``[A, 6]`` as part of a large launch, microseconds ``[A]``."""
+    def kernel_us(
+        self, slices: np.ndarray, backward: bool = False, key_parts: int = 1
+    ) -> np.ndarray:
+        """Time of each slice as part of a large launch.
+
+        Args:
+            slices: tight slices ``[A, 6]``.
+            backward: of the backward pass.
+            key_parts: launches over which the keys of each slice are spread evenly; shorter walks along
+                keys run at a lower rate.
+
+        Returns:
+            microseconds ``[A]``, of all launches together.
+        """
         area = bands.area(slices)
         rows = np.maximum(slices[:, bands.Q_END] - slices[:, bands.Q_START], 1)
         table = np.asarray(self.backward_tflops if backward else self.forward_tflops, float)
-        keys = np.maximum(area / rows, 1.0)
+        keys = np.maximum(area / rows / key_parts, 1.0)
         tflops = np.interp(np.log(keys), np.log(table[:, 0]), table[:, 1])
         flops = FLOPS_PER_PAIR * area * self.num_heads * self.head_dim
         return flops * (BACKWARD_FLOPS_RATIO if backward else 1.0) / (tflops * 1e6)
+
+    def merge_us(self, local_len: int) -> float:
+        """Time that a further stage costs: its launches, and its float32 partial output read and written."""
+        accumulator_bytes = 4 * local_len * self.num_heads * self.head_dim
+        return self.latency_us + 2 * accumulator_bytes / (self.memory_gbps * 1e3)
 
     def cast_us(self, near_rows: np.ndarray, far_rows: np.ndarray) -> np.ndarray:
         """Time for key and value rows: ``near_rows`` inside the node beside ``far_rows`` across nodes."""

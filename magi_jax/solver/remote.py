@@ -108,16 +108,3 @@ def split_stages(remote: Remote, num_stages: int, cp_size: int) -> Remote:
         stage=cell % num_stages,
         dst_row=low - edges[cell],
     )
-
-
-def auto_num_stages(remote: Remote, layout: Layout, local_len: int) -> int:
-    """Number of remote stages for ``overlap="auto"``: one for every two local lengths of remote
-    rows, 1 to 4.
-
-    A stage should last long enough to hide the next cast and be small enough to start early; with
-    more rows than four times the local length, the first of four stages is half a local length or
-    more.
-    """
-    size = remote.end - remote.begin
-    rows = np.bincount(remote.dst, weights=size, minlength=layout.cp_size).max(initial=0)
-    return int(np.clip(-(-rows // (2 * max(local_len, 1))), 1, 4))

@@ -19,12 +19,14 @@ class StageWork(NamedTuple):
         forward_us, backward_us: ``[1 + S, cp]`` kernel time; stage 0 is local.
         cast_us: ``[S, cp]`` time of the cast that feeds stage ``i + 1``.
         reduce_us: ``[S, cp]`` time of the way back of its dK and dV.
+        merge_us: what each remote stage adds to its kernel for merging with those before.
     """
 
     forward_us: np.ndarray
     backward_us: np.ndarray
     cast_us: np.ndarray
     reduce_us: np.ndarray
+    merge_us: float = 0.0
 
 
 class Timeline(NamedTuple):
@@ -46,11 +48,10 @@ class Timeline(NamedTuple):
         ends = [part[..., 1].max(initial=0.0) for part in self]
         return float(max(ends))
 
-    @property
-    def efficiency(self) -> float:
-        """Mean kernel time of a rank over the predicted time; 1.0 when there is nothing to do."""
-        busy_us = (self.compute[..., 1] - self.compute[..., 0]).sum(axis=0).mean()
+    def efficiency(self, kernel_us: np.ndarray) -> float:
+        """Mean of ``kernel_us [1 + S, cp]`` over the predicted time; 1.0 when there is nothing to do."""
         predicted_us = self.predicted_us
+        busy_us = kernel_us.sum(axis=0).mean()
         return float(busy_us / predicted_us) if predicted_us > 0 else 1.0
 
 
@@ -71,29 +72,39 @@ def move_times(
 
 
 def stage_work(
-    stages: list[StageSlices], traffic: np.ndarray, ranks_per_node: int, model: CostModel
+    stages: list[StageSlices],
+    traffic: np.ndarray,
+    local_len: int,
+    ranks_per_node: int,
+    model: CostModel,
 ) -> StageWork:
     """Times of a plan's stages.
 
     Args:
         stages: local slices of stage 0 and of the ``S`` remote stages.
         traffic: ``[S, cp, cp]`` rows from source (second axis) to destination.
+        local_len: rows of each rank.
         ranks_per_node: ranks of a node.
         model: the machine.
     """
-    cp_size = traffic.shape[-1]
-    kernel_us = [
+    kernel_us = _kernel_us(stages, traffic.shape[-1], model)
+    moves = move_times(traffic, ranks_per_node, model)
+    return StageWork(*kernel_us, *moves, model.merge_us(local_len))
+
+
+def _kernel_us(
+    stages: list[StageSlices], cp_size: int, model: CostModel, key_parts: int = 1
+) -> list[np.ndarray]:
+    """Kernel times ``[len(stages), cp]`` of the forward and of the backward pass."""
+    return [
         np.stack(
             [
-                np.bincount(
-                    stage.rank, weights=model.kernel_us(stage.slices, backward), minlength=cp_size
-                )
+                np.bincount(stage.rank, model.kernel_us(stage.slices, backward, key_parts), cp_size)
                 for stage in stages
             ]
         )
         for backward in (False, True)
     ]
-    return StageWork(*kernel_us, *move_times(traffic, ranks_per_node, model))
 
 
 def simulate(work: StageWork, backward: bool = False) -> Timeline:
@@ -106,7 +117,7 @@ def simulate(work: StageWork, backward: bool = False) -> Timeline:
     link_free, arrived, kernel_free = np.zeros(cp_size), np.zeros(cp_size), np.zeros(cp_size)
     for stage in range(num_stages + 1):
         begin = np.maximum(kernel_free, arrived)
-        kernel_free = begin + kernel_us[stage]
+        kernel_free = begin + kernel_us[stage] + work.merge_us * (stage > 0)
         compute[stage] = np.stack([begin, kernel_free], axis=1)
         if stage < num_stages:  # issued first, so that it is ahead of this stage's reduce
             start = np.maximum(link_free, begin)
@@ -119,32 +130,45 @@ def simulate(work: StageWork, backward: bool = False) -> Timeline:
     return Timeline(compute, cast, reduce)
 
 
-def split_evenly(work: StageWork, num_stages: int, latency_us: float) -> StageWork:
-    """The same work with its one remote stage cut into ``num_stages`` of equal rows and area."""
-    parts = np.ones((num_stages, 1)) / num_stages
+def even_stages(
+    stages: list[StageSlices],
+    traffic: np.ndarray,
+    local_len: int,
+    ranks_per_node: int,
+    model: CostModel,
+    most: int = 4,
+) -> list[StageWork]:
+    """The work of a plan when its one remote stage is cut into 1, 2, ... ``most`` equal ones.
+
+    Rows and area of a rank are spread evenly over its stages. Other arguments as in `stage_work`.
+    """
+    whole = stage_work(stages, traffic, local_len, ranks_per_node, model)
+    return [
+        _split(whole, _kernel_us(stages[1:], traffic.shape[-1], model, parts), parts, model)
+        for parts in range(1, most + 1)
+    ]
+
+
+def _split(whole: StageWork, far_us: list[np.ndarray], parts: int, model: CostModel) -> StageWork:
+    """``whole`` in ``parts`` remote stages whose kernels take ``far_us`` (forward, backward) together."""
+    share = np.ones((parts, 1)) / parts
 
     def moves(total_us):
-        rows_us = np.maximum(total_us - latency_us, 0.0)
-        return parts * rows_us + latency_us * (total_us > 0)
+        return share * np.maximum(total_us - model.latency_us, 0.0) + model.latency_us * (
+            total_us > 0
+        )
 
-    return StageWork(
-        forward_us=np.concatenate([work.forward_us[:1], parts * work.forward_us[1:]]),
-        backward_us=np.concatenate([work.backward_us[:1], parts * work.backward_us[1:]]),
-        cast_us=moves(work.cast_us),
-        reduce_us=moves(work.reduce_us),
+    return whole._replace(
+        forward_us=np.concatenate([whole.forward_us[:1], share * far_us[0]]),
+        backward_us=np.concatenate([whole.backward_us[:1], share * far_us[1]]),
+        cast_us=moves(whole.cast_us),
+        reduce_us=moves(whole.reduce_us),
     )
 
 
-def best_num_stages(work: StageWork, model: CostModel, most: int = 4) -> int:
-    """Number of equal remote stages, 1 to ``most``, with the least time of forward and backward.
-
-    Args:
-        work: of a plan with one remote stage.
-        model: gives the fixed time of a cast.
-        most: stages at most.
-    """
-    times_us = []
-    for num_stages in range(1, most + 1):
-        split = split_evenly(work, num_stages, model.latency_us)
-        times_us.append(sum(simulate(split, backward).predicted_us for backward in (False, True)))
-    return 1 + int(np.argmin(times_us))
+def fastest(works: list[StageWork]) -> int:
+    """Index of the work with the least time of forward and backward together."""
+    times_us = [
+        sum(simulate(work, backward).predicted_us for backward in (False, True)) for work in works
+    ]
+    return int(np.argmin(times_us))

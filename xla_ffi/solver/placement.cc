@@ -24,11 +24,12 @@ void Subtract(const Interval* a, const Interval* a_end, const Interval* b, const
 
 Placement::Placement(const Problem& problem, const int32_t* owner)
     : change(2 * problem.num_ranks + 2 * problem.num_nodes(), 0), p_(problem),
-      owner_(owner, owner + problem.num_units), span_owner_(problem.num_spans),
+      node_of_(problem.num_ranks), owner_(owner, owner + problem.num_units), span_owner_(problem.num_spans),
       counts_(static_cast<size_t>(problem.num_ranks) * problem.num_spans, 0),
       node_counts_(static_cast<size_t>(problem.num_nodes()) * problem.num_spans, 0),
       ranks_(problem.num_spans, 0), nodes_(problem.num_spans, 0), loads_(change.size(), 0),
       area_(problem.num_ranks, 0), marked_(change.size(), 0) {
+  for (int32_t r = 0; r < p_.num_ranks; ++r) node_of_[r] = p_.node(r);
   for (int32_t u = 0; u < p_.num_units; ++u) {
     area_[owner_[u]] += p_.area[u];
     for (int32_t v = p_.span_ptr[u]; v < p_.span_ptr[u + 1]; ++v) span_owner_[v] = owner_[u];
@@ -37,7 +38,7 @@ Placement::Placement(const Problem& problem, const int32_t* owner)
   }
   for (int32_t r = 0; r < p_.num_ranks; ++r) {
     const int32_t* needed = counts(r);
-    int32_t* by_node = node_counts(p_.node(r));
+    int32_t* by_node = node_counts(node_of_[r]);
     for (int32_t v = 0; v < p_.num_spans; ++v) {
       if (!needed[v]) continue;
       ++ranks_[v];
@@ -51,7 +52,7 @@ Placement::Placement(const Problem& problem, const int32_t* owner)
   for (int32_t n = 0; n < p_.num_nodes(); ++n) {
     const int32_t* needed = node_counts(n);
     for (int32_t v = 0; v < p_.num_spans; ++v) {
-      const int32_t home = p_.node(span_owner_[v]);
+      const int32_t home = node_of_[span_owner_[v]];
       if (!needed[v] || home == n) continue;
       loads_[node_recv(n)] += p_.rows[v];
       loads_[node_send(home)] += p_.rows[v];
@@ -77,7 +78,7 @@ void Placement::Differences(int32_t u, int32_t v) {
 void Placement::PriceNeeds(const std::vector<Interval>& spans, int32_t from, int32_t to, int32_t u,
                            int32_t v) {
   const int32_t *at_from = counts(from), *at_to = counts(to);
-  const int32_t n = p_.node(from), m = p_.node(to);
+  const int32_t n = node_of_[from], m = node_of_[to];
   const int32_t *at_n = node_counts(n), *at_m = node_counts(m);
   for (const Interval& interval : spans) {
     for (int32_t a = interval.begin; a < interval.end; ++a) {
@@ -91,7 +92,7 @@ void Placement::PriceNeeds(const std::vector<Interval>& spans, int32_t from, int
       if (lost && home != from) Add(recv(from), -rows), Add(send(home), -rows);
       if (gained && home != to) Add(recv(to), rows), Add(send(home), rows);
       if (n == m && lost && gained) continue;  // the node needs it as before
-      const int32_t home_node = p_.node(home);
+      const int32_t home_node = node_of_[home];
       if (lost && at_n[a] == 1 && home_node != n)
         Add(node_recv(n), -rows), Add(node_send(home_node), -rows);
       if (gained && at_m[a] == 0 && home_node != m)
@@ -102,7 +103,7 @@ void Placement::PriceNeeds(const std::vector<Interval>& spans, int32_t from, int
 
 // The spans of `unit` change their owner, while their needs on both ranks may change as well.
 void Placement::PriceOwned(int32_t unit, int32_t other, int32_t from, int32_t to) {
-  const int32_t n = p_.node(from), m = p_.node(to);
+  const int32_t n = node_of_[from], m = node_of_[to];
   for (int32_t a = p_.span_ptr[unit]; a < p_.span_ptr[unit + 1]; ++a) {
     const int64_t rows = p_.rows[a];
     const int32_t moved = Needs(unit, a) - Needs(other, a);
@@ -136,7 +137,7 @@ void Placement::Price(int32_t u, int32_t v) {
 
 void Placement::MoveNeeds(const std::vector<Interval>& spans, int32_t from, int32_t to) {
   int32_t *at_from = counts(from), *at_to = counts(to);
-  int32_t *at_n = node_counts(p_.node(from)), *at_m = node_counts(p_.node(to));
+  int32_t *at_n = node_counts(node_of_[from]), *at_m = node_counts(node_of_[to]);
   for (const Interval& interval : spans) {
     for (int32_t a = interval.begin; a < interval.end; ++a) {
       if (--at_from[a] == 0) {

@@ -48,6 +48,7 @@ class Placement {
   void MoveNeeds(const std::vector<Interval>& spans, int32_t from, int32_t to);
 
   const Problem& p_;
+  std::vector<int32_t> node_of_;      // [R] looked up, since a division costs as much as the rest of a step
   std::vector<int32_t> owner_;        // [U]
   std::vector<int32_t> span_owner_;   // [V] rank
   std::vector<int32_t> counts_;       // [R, V] units of the rank that need the span
