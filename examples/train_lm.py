@@ -171,7 +171,9 @@ def describe_plans(flags, config: mj.PlanConfig, masks, segment_ids: np.ndarray)
         size = mib(report.recv_bytes(flags.kv_heads, flags.head_dim, dtype=flags.dtype).sum())
         print(f"plan of the first sequence, {name} (picture: {path}):")
         print(textwrap.indent(str(report), "    "))
-        print(f"    keys and values sent: {size} a layer, {kept:.1%} of a ring's or an all-gather's")
+        print(
+            f"    keys and values sent: {size} a layer, {kept:.1%} of a ring's or an all-gather's"
+        )
 
 
 def main() -> None:

@@ -14,8 +14,15 @@ if TYPE_CHECKING:
     from magi_jax.comm import group_cast, group_reduce
     from magi_jax.masks import AttnMask, AttnSlice, MaskType
     from magi_jax.ops import dot_product_attention, flex_flash_attention
-    from magi_jax.parallel import dispatch, dist_attention, roll, undispatch
-    from magi_jax.plan import AttentionPlan, PlanConfig, PlanSpec, make_plan, stack_plans
+    from magi_jax.parallel import DistOptions, dispatch, dist_attention, roll, undispatch
+    from magi_jax.plan import (
+        AttentionPlan,
+        PlanConfig,
+        PlanSpec,
+        make_plan,
+        slice_table,
+        stack_plans,
+    )
 
 __version__ = "0.1.0"
 
@@ -23,6 +30,7 @@ __all__ = [
     "AttentionPlan",
     "AttnMask",
     "AttnSlice",
+    "DistOptions",
     "MaskType",
     "PlanConfig",
     "PlanSpec",
@@ -37,6 +45,7 @@ __all__ = [
     "make_plan",
     "masks",
     "roll",
+    "slice_table",
     "stack_plans",
     "testing",
     "undispatch",
@@ -46,10 +55,17 @@ _SUBPACKAGES = ("data", "flax", "masks", "testing")
 
 _NAMES_OF = {
     "masks": ("AttnMask", "AttnSlice", "MaskType"),
-    "plan": ("AttentionPlan", "PlanConfig", "PlanSpec", "make_plan", "stack_plans"),
+    "plan": (
+        "AttentionPlan",
+        "PlanConfig",
+        "PlanSpec",
+        "make_plan",
+        "slice_table",
+        "stack_plans",
+    ),
     "ops": ("dot_product_attention", "flex_flash_attention"),
     "comm": ("group_cast", "group_reduce"),
-    "parallel": ("dispatch", "dist_attention", "roll", "undispatch"),
+    "parallel": ("DistOptions", "dispatch", "dist_attention", "roll", "undispatch"),
 }
 
 _HOME = {name: home for home, names in _NAMES_OF.items() for name in names}

@@ -20,6 +20,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG_LINES_SHOWN = 30
+# Which CUDA kernels to build where nvcc is found: none, a few that show that all compile, or all.
+CUDA_DEFINES = {
+    "off": {"MAGI_JAX_CUDA": "OFF"},
+    "ci": {"MAGI_JAX_CUDA": "AUTO", "MAGI_JAX_CUDA_KERNELS": "ci"},
+    "all": {"MAGI_JAX_CUDA": "AUTO", "MAGI_JAX_CUDA_KERNELS": "all"},
+}
 BUILD_TOOLS = ["cmake>=3.24", "ninja>=1.11"]
 
 
@@ -28,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--extras", default="", help="comma-separated extras of pyproject.toml")
+    parser.add_argument("--cuda", choices=sorted(CUDA_DEFINES), default="off")
     parser.add_argument(
         "--use-this-python", action="store_true", help="recreate a venv of another one"
     )
@@ -49,13 +56,19 @@ def main() -> None:
         f"installing {len(requirements)} requirements",
         ["install", "--upgrade", *requirements],
     )
-    _check_compiler_unless(venv, build_digest := _build_digest(venv))
+    build_digest = _digest(args.cuda, _build_digest(venv))
+    if not _is_current(venv, "build", build_digest):
+        _check_compiler()
+    defines = (
+        f"--config-settings=cmake.define.{name}={value}"
+        for name, value in CUDA_DEFINES[args.cuda].items()
+    )
     _step(
         venv,
         "build",
         build_digest,
         "building the extension and installing the package",
-        ["install", "--verbose", "--no-build-isolation", "--no-deps", "--editable", str(ROOT)],
+        ["install", "--verbose", "--no-build-isolation", "--no-deps", *defines, "-e", str(ROOT)],
     )
 
 
@@ -83,11 +96,6 @@ def _check_compiler() -> None:
             "error: no C++ compiler was found; install one (Debian and Ubuntu: apt install g++)"
             " or name it in the variable CXX."
         )
-
-
-def _check_compiler_unless(venv: Path, digest: str) -> None:
-    if not _is_current(venv, "build", digest):
-        _check_compiler()
 
 
 def _version_of(venv: Path) -> tuple[int, int, int] | None:
