@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from magi_jax.comm.cotangents import floating_cotangents
-from magi_jax.comm.manual_axes import make_varying, manual_axis_size, varying_axes
 from magi_jax.comm.portable import PORTABLE
 from magi_jax.comm.transport import Transport, sum_dtype
+from magi_jax.mesh import make_varying, manual_axis_size, varying_axes
 from magi_jax.plan import CommMeta
 
 TRANSPORTS = {PORTABLE.name: PORTABLE}

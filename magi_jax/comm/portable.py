@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from magi_jax.comm import pieces
-from magi_jax.comm.manual_axes import make_varying, varying_axes
 from magi_jax.comm.transport import Leaves, Transport, sum_dtype
+from magi_jax.mesh import make_varying, varying_axes
 from magi_jax.plan import CommMeta
 
 

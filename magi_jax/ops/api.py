@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from magi_jax import masks
+from magi_jax import masks, mesh
 from magi_jax.masks import AttnMask
-from magi_jax.ops import base, varying
+from magi_jax.ops import base
 from magi_jax.ops.base import Implementation
 from magi_jax.ops.implementations import get_implementation
 from magi_jax.ops.lse import add_sinks, sinks_gradient
@@ -124,7 +124,7 @@ def flex_flash_attention(
         base.check_operands(q, k, v, table)
         return _attention(call, q, k, v, sinks, table)
 
-    operands = varying.unify(q, k, v, sinks, table)
+    operands = mesh.unify_varying(q, k, v, sinks, table)
     if batch:
         q, k, v = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in operands[:3])
         out, lse = jax.vmap(attend, in_axes=(0, 0, 0, None, None))(q, k, v, *operands[3:])

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from magi_jax.ops import base, ffi, varying
+from magi_jax import mesh
+from magi_jax.ops import base, ffi
 from magi_jax.plan import SliceTable
 
 
@@ -48,15 +49,15 @@ class CpuImplementation(base.Implementation):
         if accumulate is None:
             target, aliases = ffi.FORWARD, None
             dtype = base.result_dtype(out_dtype, q, "out_dtype")
-            operands = varying.unify(q, k, v, *walk)
+            operands = mesh.unify_varying(q, k, v, *walk)
         else:
             base.check_accumulate(accumulate, q, v, out_dtype)
             target, dtype = ffi.FORWARD_ACCUMULATE, jnp.dtype(jnp.float32)
-            operands = varying.unify(q, k, v, *walk, *accumulate)
+            operands = mesh.unify_varying(q, k, v, *walk, *accumulate)
             aliases = {len(operands) - 2: 0, len(operands) - 1: 1}
         results = (
-            varying.result((*q.shape[:2], v.shape[2]), dtype, operands[0]),
-            varying.result(q.shape[:2], jnp.float32, operands[0]),
+            mesh.result_type((*q.shape[:2], v.shape[2]), dtype, operands[0]),
+            mesh.result_type(q.shape[:2], jnp.float32, operands[0]),
         )
         call = _call(target, results, aliases)
         out, lse = call(*operands, **_attributes(table, scale, logits_soft_cap))
@@ -79,14 +80,14 @@ class CpuImplementation(base.Implementation):
         """See `Implementation.backward`."""
         base.check_operands(q, k, v, table)
         base.check_options(scale, logits_soft_cap)
-        operands = varying.unify(
+        operands = mesh.unify_varying(
             dout, q, k, v, lse, delta, table.slices, *table.by_query, *table.by_key
         )
         dkv_dtype = base.result_dtype(dkv_dtype, k, "dkv_dtype")
         results = (
-            varying.result(q.shape, jnp.float32, operands[0]),
-            varying.result(k.shape, dkv_dtype, operands[0]),
-            varying.result(v.shape, dkv_dtype, operands[0]),
+            mesh.result_type(q.shape, jnp.float32, operands[0]),
+            mesh.result_type(k.shape, dkv_dtype, operands[0]),
+            mesh.result_type(v.shape, dkv_dtype, operands[0]),
         )
         call = _call(ffi.BACKWARD, results)
         dq, dk, dv = call(*operands, **_attributes(table, scale, logits_soft_cap))

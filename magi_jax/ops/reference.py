@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from magi_jax import mesh
 from magi_jax.masks import bands
-from magi_jax.ops import base, varying
+from magi_jax.ops import base
 from magi_jax.ops.lse import merge
 from magi_jax.plan import SliceTable
 
@@ -134,7 +135,7 @@ def dense_mask(table: SliceTable) -> jax.Array:
         return visible | inside, None
 
     rows = jnp.asarray(table.slices)
-    nothing, rows = varying.unify(jnp.zeros((table.q_len, table.k_len), bool), rows)
+    nothing, rows = mesh.unify_varying(jnp.zeros((table.q_len, table.k_len), bool), rows)
     return jax.lax.scan(add, nothing, rows)[0]
 
 

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
 from magi_jax.comm.group_collectives import get_transport
-from magi_jax.comm.manual_axes import make_varying, varying_axes
+from magi_jax.mesh import make_varying, varying_axes
 from magi_jax.ops import CONTEXT_NAME, Implementation, get_implementation
 from magi_jax.parallel import batch
 from magi_jax.parallel.operands import Specs, check_operands, check_shapes, find_specs

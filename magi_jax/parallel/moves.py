@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from magi_jax.comm import group_cast, group_reduce
 from magi_jax.comm.cotangents import floating_cotangents
-from magi_jax.comm.manual_axes import make_varying, varying_axes
+from magi_jax.mesh import make_varying, varying_axes
 from magi_jax.parallel import region as regions
 from magi_jax.parallel.region import Region
 from magi_jax.plan import CommMeta

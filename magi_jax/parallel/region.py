@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from magi_jax.comm.manual_axes import make_varying, varying_axes
+from magi_jax.mesh import make_varying, varying_axes
 
 AxisNames = str | Sequence[str] | None
 

@@ -9,6 +9,7 @@ tracked, this does nothing.
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
@@ -25,6 +26,28 @@ def make_varying(tree: Any, axes: frozenset[str]) -> Any:
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(widen, tree)
+
+
+def unify_varying(*trees: Any) -> Any:
+    """Lets all leaves of all ``trees`` vary over the axes that any of them varies over.
+
+    Differentiable: the cotangent of a value that was the same on all devices of an axis is summed
+    over it.
+    """
+    return make_varying(trees, varying_axes(trees))
+
+
+def result_type(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """Type of a custom call's result that varies over the same axes as its operand ``like``."""
+    operand = jax.typeof(like)
+    mesh = operand.sharding.mesh
+    if mesh.empty:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    # Only a type that knows its mesh can say over which of its axes it varies.
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(
+        shape, dtype, sharding=sharding, manual_axis_type=operand.manual_axis_type
+    )
 
 
 def manual_axis_size(axis_name: str, function: str) -> int:
