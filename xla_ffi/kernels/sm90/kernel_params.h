@@ -17,7 +17,7 @@ namespace magi_jax::sm90 {
 // work side by side on tiles of adjacent tokens; each loads its share of every key block for all of them, since at
 // 128 rows a tile the multiprocessors would ask L2 for more than it has.
 template <typename ElementT, int kHeadDimT, int kVHeadDimT, int kBlockNT, int kStagesT = 2, int kClusterT = 1,
-          int kTurnsT = 1, int kQStagesT = 2>
+          int kTurnsT = 1, int kQStagesT = 2, bool kLazyT = false>
 struct ForwardTraits {
   using Element = ElementT;
   static constexpr int kHeadDim = kHeadDimT;
@@ -25,6 +25,7 @@ struct ForwardTraits {
   static constexpr int kBlockN = kBlockNT;  // keys of a block
   static constexpr int kStages = kStagesT;  // key and value blocks in shared memory
   static constexpr int kCluster = kClusterT;
+  static constexpr bool kLazy = kLazyT;  // keep the references of rows while sums stay in range
   static constexpr int kTurns = kTurnsT;   // consumers take turns to issue products
 
   static constexpr int kConsumers = 2;                // warpgroups of 64 rows

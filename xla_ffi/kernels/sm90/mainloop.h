@@ -35,6 +35,7 @@ struct Consumer {
   uint32_t blocks = 0;  // whose keys are no longer needed; the values of the last of them are still to be used
   TileNote tile;
   RowStats stats;
+  bool all_seen;  // by all rows of this warp, some key of the tile
 
   float o[kOutputs];
   uint32_t p[kLogits / 2];
@@ -81,9 +82,9 @@ struct Consumer {
     WgmmaCommit();
     WgmmaWait<0>();
     PinRegisters(s);
+    SoftmaxBlock(block, s, rescale);
     ReleaseKeys();
     if (block.flags & kLastBlock) ReleaseQueries();
-    SoftmaxBlock(block, s, rescale);
     PackProbabilities<Element>(s, p);
   }
 
@@ -105,11 +106,20 @@ struct Consumer {
     WgmmaWait<1>();
     if (Traits::kTurns == 2) PassTurn();
     PinRegisters(s);
+    float rescale[2];
+    bool moved = false;
+    if (Traits::kLazy && all_seen && !new_tile) {
+      PrepareLogits(next, s);
+      if (__builtin_expect(!SoftmaxAtReference(s, stats, scale_log2), false)) {
+        RecomputeLogits(s);
+        moved = SoftmaxBlock(next, s, rescale);
+      }
+    } else {
+      moved = SoftmaxBlock(next, s, rescale);
+    }
+    PinRegisters(s);
     ReleaseKeys();
     if (next.flags & kLastBlock) ReleaseQueries();
-    float rescale[2];
-    const bool moved = SoftmaxBlock(next, s, rescale);
-    PinRegisters(s);
     // The assembler hoists a wait over arithmetic that it does not depend on, here all of the softmax, which would
     // undo the overlap. It stays behind a branch on the softmax's result, if both sides do not share their text.
     if (moved) {
@@ -173,9 +183,46 @@ struct Consumer {
 
   // Logits to probabilities. Must come before the keys of the next block are released: see Producer::NoteBlock.
   __device__ __forceinline__ bool SoftmaxBlock(const BlockHeader& block, float (&s)[kLogits], float (&rescale)[2]) {
+    PrepareLogits(block, s);
+    const bool moved = Softmax(s, stats, rescale, scale_log2);
+    if (Traits::kLazy) all_seen = stats.AllSeen();
+    return moved;
+  }
+
+  __device__ __forceinline__ void PrepareLogits(const BlockHeader& block, float (&s)[kLogits]) {
     if (__builtin_expect(params.transform, false)) TransformLogits(s, params.transform_scale, params.cap_log2);
     if (block.flags & kMaskedBlock) MaskBlock(block, s);
-    return Softmax(s, stats, rescale, scale_log2);
+  }
+
+  // This thread's logits by plain arithmetic, since the other warps of the warpgroup take no part. Rare and slow.
+  __device__ __forceinline__ void RecomputeLogits(float (&s)[kLogits]) {
+    const uint8_t* q = shared.q[SlotOf<Traits::kQStages>(tiles)] + warpgroup * 64 * Traits::kRowBytes * Traits::kChunks;
+    const uint8_t* k = shared.k[SlotOf<Traits::kStages>(blocks)];
+    const int row = thread_row % 64, lane_column = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i) s[i] = 0.0f;
+#pragma unroll 1
+    for (int d = 0; d < Traits::kHeadDim; d += 2) {
+      float2 a[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) a[i] = LoadPair(q, 64, row + 8 * i, d);
+#pragma unroll
+      for (int i = 0; i < kLogits; i += 4) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float2 b = LoadPair(k, Traits::kBlockN, 2 * i + lane_column + j, d);
+          s[i + j] = fmaf(a[0].y, b.y, fmaf(a[0].x, b.x, s[i + j]));
+          s[i + 2 + j] = fmaf(a[1].y, b.y, fmaf(a[1].x, b.x, s[i + 2 + j]));
+        }
+      }
+    }
+  }
+
+  // Elements d and d + 1 of a row of a swizzled tile.
+  static __device__ __forceinline__ float2 LoadPair(const uint8_t* tile, int tile_rows, int row, int d) {
+    const int unit = d % kChunk / 8 ^ row % 8;
+    const uint8_t* address = tile + (d / kChunk * tile_rows + row) * Traits::kRowBytes + unit * 16 + d % 8 * 2;
+    return ToFloats(*reinterpret_cast<const uint32_t*>(address), Element{});
   }
 
   __device__ __forceinline__ void MaskBlock(const BlockHeader& block, float (&s)[kLogits]) {
@@ -190,7 +237,7 @@ struct Consumer {
     for (int i = 0; i < count; ++i) {
       Slice slice;
       if (inline_slices) {
-        slice = shared.blocks[SlotOf<kBlockSlots>(blocks - 1)].slices[i];
+        slice = shared.blocks[SlotOf<kBlockSlots>(blocks)].slices[i];
       } else {
         const int id = params.by_query.ids[block.ids_begin + i];
         slice = params.slices[min(max(id, 0), params.num_slices - 1)];

@@ -27,6 +27,11 @@ struct RowStats {
     reference[0] = reference[1] = -INFINITY;
     sum[0] = sum[1] = 0.0f;
   }
+
+  // Whether all rows of the warp have seen a key.
+  __device__ __forceinline__ bool AllSeen() const {
+    return __all_sync(0xFFFFFFFF, reference[0] != -INFINITY && reference[1] != -INFINITY);
+  }
 };
 
 __device__ __forceinline__ float QuadMax(float x) {
@@ -55,6 +60,27 @@ __device__ __forceinline__ void TransformLogits(float (&logits)[kCount], float s
   }
 }
 
+// Logits to probabilities relative to each row's reference, and this thread's share of their sums.
+template <int kCount>
+__device__ __forceinline__ void Exponentiate(float (&logits)[kCount], const RowStats& stats, float scale_log2,
+                                             float (&sums)[2]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const float reference = stats.reference[row] == -INFINITY ? 0.0f : stats.reference[row] * scale_log2;
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float& x = logits[i + 2 * row + j];
+        x = Exp2(fmaf(x, scale_log2, -reference));
+        sum[j] += x;
+      }
+    }
+    sums[row] = sum[0] + sum[1];
+  }
+}
+
 // Turns logits into probabilities relative to each row's reference, which it moves where needed. `rescale` is
 // what earlier sums and outputs of the rows must be multiplied by. Returns whether any row of the warp moved.
 template <int kCount>
@@ -76,22 +102,27 @@ __device__ __forceinline__ bool Softmax(float (&logits)[kCount], RowStats& stats
     stats.reference[row] = moves ? row_top : stats.reference[row];
     moved |= moves;
   }
+  float sum[2];
+  Exponentiate(logits, stats, scale_log2, sum);
 #pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const float reference = stats.reference[row] == -INFINITY ? 0.0f : stats.reference[row] * scale_log2;
-    float sum[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float& x = logits[i + 2 * row + j];
-        x = Exp2(fmaf(x, scale_log2, -reference));
-        sum[j] += x;
-      }
-    }
-    stats.sum[row] = fmaf(stats.sum[row], rescale[row], sum[0] + sum[1]);
-  }
+  for (int row = 0; row < 2; ++row) stats.sum[row] = fmaf(stats.sum[row], rescale[row], sum[row]);
   return __any_sync(0xFFFFFFFF, moved);
+}
+
+// The same without a look at the maximum: keeps the references, which must be finite. Nearly all blocks allow it, for
+// bfloat16 probabilities and float sums bear references that are far too low. Returns false, with `stats` unchanged
+// and the logits lost, if a sum of the warp came out above kMaxSum; the block must then be done again.
+constexpr float kMaxSum = 0x1p60f;
+
+template <int kCount>
+__device__ __forceinline__ bool SoftmaxAtReference(float (&logits)[kCount], RowStats& stats, float scale_log2) {
+  float sum[2];
+  Exponentiate(logits, stats, scale_log2, sum);
+  // A NaN is not above: it is the result.
+  if (__any_sync(0xFFFFFFFF, sum[0] > kMaxSum || sum[1] > kMaxSum)) return false;
+  stats.sum[0] += sum[0];
+  stats.sum[1] += sum[1];
+  return true;
 }
 
 __device__ __forceinline__ uint32_t Pack(float low, float high, __nv_bfloat16) {
@@ -104,6 +135,14 @@ __device__ __forceinline__ uint32_t Pack(float low, float high, __half) {
   uint32_t packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+__device__ __forceinline__ float2 ToFloats(uint32_t pair, __nv_bfloat16) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000));
+}
+
+__device__ __forceinline__ float2 ToFloats(uint32_t pair, __half) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
 // Accumulator layout is A-operand layout once neighbours are packed: registers 4s .. 4s + 3 feed step s of PV.

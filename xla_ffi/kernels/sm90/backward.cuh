@@ -1,0 +1,94 @@
+// The backward kernel and its launch. Instantiated once per (type, head dim), each in a file of its own.
+
+#ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_CUH_
+#define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_CUH_
+
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "xla_ffi/kernels/sm90/backward_launch.h"
+#include "xla_ffi/kernels/sm90/backward_mainloop.h"
+#include "xla_ffi/kernels/sm90/backward_params.h"
+#include "xla_ffi/kernels/sm90/backward_producer.h"
+#include "xla_ffi/kernels/sm90/backward_store.h"
+#include "xla_ffi/kernels/sm90/backward_tma.h"
+
+namespace magi_jax::sm90 {
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    BackwardKernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap dout_map,
+                   const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
+                   const __grid_constant__ CUtensorMap dq_map, const __grid_constant__ BackwardKernelParams params) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<BackwardStorage<Traits>*>(shared_bytes);
+
+  if (threadIdx.x == 0) {
+    BarrierInit(&shared.kv_full, 1);
+    BarrierInit(&shared.kv_empty, Traits::kConsumerWarps);
+    for (int i = 0; i < Traits::kStages; ++i) {
+      BarrierInit(&shared.q_full[i], 1);
+      BarrierInit(&shared.q_empty[i], Traits::kConsumerWarps);
+      BarrierInit(&shared.dout_full[i], 1);
+      BarrierInit(&shared.dout_empty[i], Traits::kConsumerWarps);
+    }
+    for (int i = 0; i < Traits::kConsumers; ++i) {
+      BarrierInit(&shared.dq_full[i], 4);
+      BarrierInit(&shared.dq_empty[i], 1);
+    }
+    BarrierInitFence();
+    PrefetchTensorMap(&q_map);
+    PrefetchTensorMap(&dout_map);
+    PrefetchTensorMap(&k_map);
+    PrefetchTensorMap(&v_map);
+    PrefetchTensorMap(&dq_map);
+  }
+  __syncthreads();
+
+  if (threadIdx.x < 128) {
+    LowerRegisters<Traits::kProducerRegisters>();
+    const int warp = threadIdx.x / 32;
+    if (warp == 0) {
+      QueryProducer<Traits>(params, q_map, dout_map, k_map, v_map, shared).Work();
+    } else if (warp <= Traits::kConsumers) {
+      AddQueryGradients<Traits>(dq_map, shared, warp - 1);
+    }
+  } else {
+    RaiseRegisters<Traits::kConsumerRegisters>();
+    GradientConsumer<Traits>(params, shared).Work();
+  }
+}
+
+template <typename Traits>
+cudaError_t LaunchBackward(const BackwardParams& backward, const BackwardKernelParams& params, int blocks,
+                           cudaStream_t stream) {
+  constexpr CUtensorMapDataType kType = std::is_same_v<typename Traits::Element, __half>
+                                            ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                            : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  constexpr int kHeadDim = Traits::kHeadDim;
+  const Problem& problem = backward.problem;
+  CUtensorMap q_map, dout_map, k_map, v_map, dq_map;
+  cudaError_t error = MakeTensorMap(&q_map, kType, backward.q, problem.q_len, problem.num_heads, kHeadDim, Traits::kBlockM, 1);
+  if (error != cudaSuccess) return error;
+  error = MakeTensorMap(&dout_map, kType, backward.dout, problem.q_len, problem.num_heads, kHeadDim, Traits::kBlockM, 1);
+  if (error != cudaSuccess) return error;
+  error = MakeTensorMap(&k_map, kType, backward.k, problem.k_len, problem.num_kv_heads, kHeadDim, Traits::kBlockN, 1);
+  if (error != cudaSuccess) return error;
+  error = MakeTensorMap(&v_map, kType, backward.v, problem.k_len, problem.num_kv_heads, kHeadDim, Traits::kBlockN, 1);
+  if (error != cudaSuccess) return error;
+  error = MakeGradientMap(&dq_map, backward.dq, problem.q_len, problem.num_heads, kHeadDim, Traits::kBlockM);
+  if (error != cudaSuccess) return error;
+
+  constexpr int kSharedBytes = sizeof(BackwardStorage<Traits>);
+  static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
+  error = cudaFuncSetAttribute(BackwardKernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  BackwardKernel<Traits>
+      <<<blocks, Traits::kThreads, kSharedBytes, stream>>>(q_map, dout_map, k_map, v_map, dq_map, params);
+  return cudaGetLastError();
+}
+
+}  // namespace magi_jax::sm90
+
+#endif  // MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_CUH_

@@ -1,0 +1,373 @@
+// The consumer warpgroups of the backward: five products per block of 64 queries and 128 keys.
+//
+//   S^T  = K Q^T    [64 keys of the warpgroup, 64 queries], both operands in shared memory
+//   dP^T = V dO^T   likewise
+//   dV  += P^T dO   P^T and dS^T have the layout of a left operand in registers as they come
+//   dK  += dS^T Q
+//   dQ   = dS K     dS of both warpgroups through shared memory; each makes 64 of the columns
+//
+// where P = exp(logits - lse) and dS = P (dP - delta). The logits of the next block are started before dQ of this one
+// is stored, so that the tensor cores have dK and the next logits to do meanwhile.
+
+#ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_MAINLOOP_H_
+#define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_MAINLOOP_H_
+
+#include "xla_ffi/kernels/sm90/backward_params.h"
+#include "xla_ffi/kernels/sm90/backward_poison.h"
+#include "xla_ffi/kernels/sm90/backward_producer.h"
+#include "xla_ffi/kernels/sm90/backward_store.h"
+#include "xla_ffi/kernels/sm90/mask.h"
+#include "xla_ffi/kernels/sm90/softmax.h"
+#include "xla_ffi/kernels/sm90/wgmma.h"
+
+namespace magi_jax::sm90 {
+
+// Named barriers of the two consumers; 0 is __syncthreads.
+constexpr int kGradientBarrier = 1;  // dS is in shared memory
+constexpr int kVoteBarrier = 2;
+
+template <typename Traits>
+struct GradientConsumer {
+  using Element = typename Traits::Element;
+  static constexpr int kM = Traits::kBlockM;
+  static constexpr int kLogits = kM / 2;  // accumulators of a thread
+  static constexpr int kOutputs = Traits::kHeadDim / 2;
+  static constexpr int kQChunkBytes = kM * Traits::kRowBytes;
+  static constexpr int kKChunkBytes = Traits::kBlockN * Traits::kRowBytes;
+
+  const BackwardKernelParams& params;
+  BackwardStorage<Traits>& shared;
+  const int warpgroup;   // 0 or 1
+  const int thread_row;  // this thread's first key in the tile
+  const float scale_log2;
+
+  StageRing<Traits::kStages> ring;   // of the block whose gradients are being made
+  uint32_t kv_parity = 0, dq_parity = 1;
+  int ds_slot = 0;
+  bool keys_spoiled;  // some key of the tile was not finite
+
+  float dk[kOutputs], dv[kOutputs];
+
+  __device__ __forceinline__ GradientConsumer(const BackwardKernelParams& params, BackwardStorage<Traits>& shared)
+      : params(params),
+        shared(shared),
+        warpgroup(__shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 128 - 1, 0)),
+        thread_row(64 * warpgroup + (threadIdx.x % 128) / 32 * 16 + threadIdx.x % 32 / 4),
+        scale_log2(params.scale * kLog2e) {}
+
+  __device__ __forceinline__ void Work() {
+    while (true) {
+      BarrierWait(&shared.q_full[ring.slot], ring.parity);
+      const int flags = shared.notes[ring.slot].header.flags;
+      if (flags & kEndOfWork) break;
+      if (flags & kEmptyTile) {
+        WriteZeros();
+      } else {
+        WalkTile();
+      }
+    }
+    BarrierWait(&shared.dq_empty[warpgroup], dq_parity);
+    if (threadIdx.x % 128 == 0) shared.gradient_notes[warpgroup].row = -1;
+    Release(&shared.dq_full[warpgroup]);
+  }
+
+ private:
+  __device__ __forceinline__ void WalkTile() {
+    const int kv_head = shared.notes[ring.slot].header.kv_head;
+    const int key_start = shared.notes[ring.slot].header.key_start;
+    BarrierWait(&shared.kv_full, kv_parity);
+    kv_parity ^= 1;
+    CleanKeys();
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) dk[i] = dv[i] = 0.0f;
+    PinRegisters(dk);
+    PinRegisters(dv);
+
+    uint32_t p_words[kLogits / 2], ds_words[kLogits / 2];
+    FirstLogits(p_words, ds_words);
+    // No product is in flight from one iteration to the next, and none across a branch: the assembler would give up
+    // all overlap.
+    while (!(shared.notes[ring.slot].header.flags & kLastBlock)) NextBlock(p_words, ds_words);
+    LastBlock(p_words, ds_words);
+    Release(&shared.kv_empty);
+    const KeyGradientStore<Traits> store{params, kv_head, key_start + thread_row};
+    store.Write(params.dv, dv, 1.0f);
+    store.Write(params.dk, dk, params.scale);
+  }
+
+  // P and dS of the first block of a tile.
+  __device__ __forceinline__ void FirstLogits(uint32_t (&p_words)[kLogits / 2], uint32_t (&ds_words)[kLogits / 2]) {
+    float s[kLogits], dp[kLogits];
+    IssueLogits(s);
+    IssueLogitGradients(dp);
+    WgmmaWait<1, 4>();
+    PinRegisters(s);
+    const float finite = ToProbabilities(s);
+    WgmmaWait<0, 4>();
+    PinRegisters(dp);
+    ToGradients(finite, s, dp, p_words, ds_words);
+  }
+
+  // Adds the gradients of the current block and makes P and dS of the next one beside it.
+  __device__ __forceinline__ void NextBlock(uint32_t (&p_words)[kLogits / 2], uint32_t (&ds_words)[kLogits / 2]) {
+    float dq[kLogits], s[kLogits], dp[kLogits];
+    const int slot = ring.slot;
+    IssueGradients(dq, p_words, ds_words);
+    ring.Advance();
+    BarrierWait(&shared.q_full[ring.slot], ring.parity);
+    if (Traits::kEarlyLogits) {
+      IssueLogits(s);
+      WgmmaWait<2>();
+      StoreQueryGradient(dq, slot);
+    } else {
+      WgmmaWait<1>();
+      StoreQueryGradient(dq, slot);
+      IssueLogits(s);
+    }
+    IssueLogitGradients(dp);
+    WgmmaWait<1, 1>();
+    PinRegisters(s);
+    PinRegisters(dk);
+    PinRegisters(ds_words);
+    Release(&shared.q_empty[slot]);
+    const float finite = ToProbabilities(s);
+    WgmmaWait<0>();
+    PinRegisters(dp);
+    ToGradients(finite, s, dp, p_words, ds_words);
+  }
+
+  __device__ __forceinline__ void LastBlock(uint32_t (&p_words)[kLogits / 2], uint32_t (&ds_words)[kLogits / 2]) {
+    float dq[kLogits];
+    IssueGradients(dq, p_words, ds_words);
+    WgmmaWait<1, 2>();
+    StoreQueryGradient(dq, ring.slot);
+    WgmmaWait<0, 2>();
+    PinRegisters(dk);
+    PinRegisters(ds_words);
+    Release(&shared.q_empty[ring.slot]);
+    ring.Advance();
+  }
+
+  // Returns NaN where the block has a mask and a logit is not finite, else 0.
+  __device__ __forceinline__ float ToProbabilities(float (&s)[kLogits]) {
+    float finite = 0.0f;
+    if (shared.notes[ring.slot].header.flags & kMaskedBlock) finite = NonFinite(s);
+    if (__builtin_expect(keys_spoiled, false)) SpoilRows(s);
+    const float2* lse = reinterpret_cast<const float2*>(shared.lse[ring.slot]) + threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < kLogits; i += 4) {
+      const float2 reference = lse[i];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[i + j] = Exp2(fmaf(s[i + j], scale_log2, j % 2 ? -reference.y : -reference.x));
+    }
+    return finite;
+  }
+
+  __device__ __forceinline__ void ToGradients(float finite, float (&p)[kLogits], float (&dp)[kLogits],
+                                              uint32_t (&p_words)[kLogits / 2], uint32_t (&ds_words)[kLogits / 2]) {
+    const float2* delta = reinterpret_cast<const float2*>(shared.delta[ring.slot]) + threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < kLogits; i += 4) {
+      const float2 mean = delta[i];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) dp[i + j] = p[i + j] * (dp[i + j] - (j % 2 ? mean.y : mean.x));
+    }
+    const QueryBlockNote& note = shared.notes[ring.slot];
+    if (note.header.flags & kMaskedBlock) MaskBlock(note, finite, p, dp);
+    PackProbabilities<Element>(p, p_words);
+    PackProbabilities<Element>(dp, ds_words);
+  }
+
+  __device__ __forceinline__ void IssueGradients(float (&dq)[kLogits], uint32_t (&p_words)[kLogits / 2],
+                                                 uint32_t (&ds_words)[kLogits / 2]) {
+    StoreLogitGradients(ds_words);
+    FenceAsyncProxy();
+    WgmmaFence();
+    IssueAccumulate(dv, p_words, SharedAddress(shared.dout[ring.slot]));
+    NamedBarrierSync(kGradientBarrier, Traits::kConsumerThreads);
+    IssueQueryGradient(dq);
+    IssueAccumulate(dk, ds_words, SharedAddress(shared.q[ring.slot]));
+    ds_slot ^= 1;
+    // Frees the registers of P for the logits of the next block.
+    WgmmaWait<2, 3>();
+    PinRegisters(dv);
+    PinRegisters(p_words);
+    Release(&shared.dout_empty[ring.slot]);
+  }
+
+  // --- products; each function commits its own group ---
+
+  __device__ __forceinline__ void IssueLogits(float (&s)[kLogits]) {
+    WgmmaFence();
+    IssueTransposed(s, SharedAddress(shared.k), SharedAddress(shared.q[ring.slot]));
+  }
+
+  __device__ __forceinline__ void IssueLogitGradients(float (&dp)[kLogits]) {
+    BarrierWait(&shared.dout_full[ring.slot], ring.parity);
+    WgmmaFence();
+    IssueTransposed(dp, SharedAddress(shared.v), SharedAddress(shared.dout[ring.slot]));
+  }
+
+  // This warpgroup's 64 rows of `left` [kBlockN, kHeadDim] times `right` [kBlockM, kHeadDim], transposed.
+  __device__ __forceinline__ void IssueTransposed(float (&result)[kLogits], uint32_t left, uint32_t right) {
+    const Operand left_operand = OperandOfRows(left + warpgroup * 64 * Traits::kRowBytes);
+    const Operand right_operand = OperandOfRows(right);
+#pragma unroll
+    for (int step = 0; step < Traits::kHeadDim / 16; ++step) {
+      const int chunk = step / 4, column_bytes = step % 4 * 32;
+      Wgmma<kM>::template SharedShared<false>(result, left_operand.Advance(chunk * kKChunkBytes + column_bytes),
+                                              right_operand.Advance(chunk * kQChunkBytes + column_bytes), step > 0,
+                                              Element{});
+    }
+    WgmmaCommit();
+  }
+
+  // sum += left [64 keys, kBlockM] rows [kBlockM, kHeadDim].
+  __device__ __forceinline__ void IssueAccumulate(float (&sum)[kOutputs], const uint32_t (&left)[kLogits / 2],
+                                                  uint32_t rows) {
+    const Operand operand = OperandOfColumns(rows, kQChunkBytes);
+#pragma unroll
+    for (int step = 0; step < kM / 16; ++step) {
+      Wgmma<Traits::kHeadDim>::RegistersShared(sum, left + 4 * step, operand.Advance(step * 2 * kSwizzleAtomBytes), true,
+                                               Element{});
+    }
+    WgmmaCommit();
+  }
+
+  // dq = dS [kBlockM, kBlockN] K [kBlockN, this warpgroup's chunk].
+  __device__ __forceinline__ void IssueQueryGradient(float (&dq)[kLogits]) {
+    const Operand ds_operand = OperandOfRows(SharedAddress(shared.ds[ds_slot]));
+    const Operand k_operand = OperandOfColumns(SharedAddress(shared.k) + warpgroup * kKChunkBytes, kKChunkBytes);
+#pragma unroll
+    for (int step = 0; step < Traits::kBlockN / 16; ++step) {
+      const int ds_offset = step / 4 * kM * 128 + step % 4 * 32;
+      Wgmma<kChunk>::template SharedShared<true>(dq, ds_operand.Advance(ds_offset),
+                                                 k_operand.Advance(step * 2 * kSwizzleAtomBytes), step > 0, Element{});
+    }
+    WgmmaCommit();
+  }
+
+  // --- shared memory ---
+
+  // Writes dS as rows of queries, in this warpgroup's chunk of 64 keys. Nobody reads this slot any more: its last
+  // readers, two blocks ago, were waited for before the barrier of the last block.
+  __device__ __forceinline__ void StoreLogitGradients(const uint32_t (&ds_words)[kLogits / 2]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int matrix = lane / 8, row = RowOfQuery(lane % 8);
+    const int unit = 2 * warp + (matrix & 1);  // of 8 keys
+    const uint32_t address = SharedAddress(shared.ds[ds_slot][warpgroup]) + (8 * (matrix >> 1) + row) * 128 +
+                             ((unit ^ row) << 4);
+#pragma unroll
+    for (int step = 0; step < kM / 16; ++step) StoreMatricesTransposed(address + step * 16 * 128, ds_words + 4 * step);
+  }
+
+  __device__ __forceinline__ void StoreQueryGradient(float (&dq)[kLogits], int slot) {
+    PinRegisters(dq);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int row = QueryOfRow(lane / 4);  // in its group of 8
+    const uint32_t address = SharedAddress(shared.dq[warpgroup]) + (16 * warp + row) * 128 +
+                             ((lane % 4 / 2 ^ row) << 4) + lane % 2 * 8;
+    BarrierWait(&shared.dq_empty[warpgroup], dq_parity);
+    dq_parity ^= 1;
+    if (threadIdx.x % 128 == 0) {
+      const QueryBlockHeader& header = shared.notes[slot].header;
+      shared.gradient_notes[warpgroup] = {header.query_start, header.head};
+    }
+#pragma unroll
+    for (int i = 0; i < kLogits; i += 4) {
+      const int group = i / 4;  // of 8 columns
+      const uint32_t place = (address ^ (group % 4 << 5)) + group / 4 * kM * 128;
+      StorePair(place, dq[i] * params.scale, dq[i + 1] * params.scale);
+      StorePair(place + 8 * 128, dq[i + 2] * params.scale, dq[i + 3] * params.scale);
+    }
+    FenceAsyncProxy();
+    Release(&shared.dq_full[warpgroup]);
+  }
+
+  // One lane of each warp speaks for it.
+  __device__ __forceinline__ void Release(uint64_t* barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) BarrierArrive(barrier);
+  }
+
+  // --- masks ---
+
+  __device__ __forceinline__ void MaskBlock(const QueryBlockNote& note, float finite, float (&p)[kLogits],
+                                            float (&ds)[kLogits]) {
+    const QueryBlockHeader& block = note.header;
+    const int keys[2] = {block.key_start + thread_row, block.key_start + thread_row + 8};
+    const int lane_column = threadIdx.x % 4 * 2;
+    RowMask<kLogits / 2> rows[2];
+    rows[0].Clear();
+    rows[1].Clear();
+    const bool inline_slices = block.num_slices >= 0;
+    const int count = inline_slices ? block.num_slices : -block.num_slices;
+    for (int i = 0; i < count; ++i) {
+      Slice slice;
+      if (inline_slices) {
+        slice = note.slices[i];
+      } else {
+        const int id = params.by_key.ids[block.ids_begin + i];
+        slice = Transposed(params.slices[min(max(id, 0), params.num_slices - 1)]);
+      }
+#pragma unroll
+      for (int row = 0; row < 2; ++row) rows[row].Add(slice, keys[row], block.query_start, lane_column);
+    }
+    finite += NonFinite(ds);
+    const bool spoiled = NamedBarrierOr(kVoteBarrier, Traits::kConsumerThreads, finite != 0.0f);
+    if (__builtin_expect(spoiled, false)) CleanQueries(p, ds);
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i) {
+      const bool visible = rows[i / 2 % 2].Has(i / 4 * 2 + i % 2);
+      p[i] = visible ? p[i] : 0.0f;
+      ds[i] = visible ? ds[i] : 0.0f;
+    }
+  }
+
+  // --- what is not finite, see backward_poison.h ---
+
+  __device__ __forceinline__ void CleanKeys() {
+    const int row = (threadIdx.x - 128) / 2, chunk = threadIdx.x % 2;
+    bool found = CleanRow<Element>(shared.k + chunk * kKChunkBytes + row * Traits::kRowBytes, row);
+    found |= __shfl_xor_sync(0xFFFFFFFF, found, 1);
+    if (chunk == 0) shared.spoiled_keys[row] = found;
+    FenceAsyncProxy();
+    keys_spoiled = NamedBarrierOr(kVoteBarrier, Traits::kConsumerThreads, found);
+  }
+
+  __device__ __forceinline__ void SpoilRows(float (&s)[kLogits]) {
+    const bool spoiled[2] = {shared.spoiled_keys[thread_row] != 0, shared.spoiled_keys[thread_row + 8] != 0};
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i) s[i] = spoiled[i / 2 % 2] ? NAN : s[i];
+  }
+
+  // Both consumers have done S and dP of this block.
+  __device__ __forceinline__ void CleanQueries(float (&p)[kLogits], float (&ds)[kLogits]) {
+    static_assert(Traits::kConsumerThreads == 2 * Traits::kChunks * kM);
+    const int row = (threadIdx.x - 128) % kM, part = (threadIdx.x - 128) / kM;
+    uint8_t* const tile = part < Traits::kChunks ? shared.q[ring.slot] : shared.dout[ring.slot];
+    CleanRow<Element>(tile + part % Traits::kChunks * kQChunkBytes + row * Traits::kRowBytes, row);
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i) p[i] = ds[i] - ds[i] == 0.0f ? p[i] : NAN;
+    FenceAsyncProxy();
+    NamedBarrierSync(kVoteBarrier, Traits::kConsumerThreads);
+  }
+
+  // The gradients of keys that no query sees.
+  __device__ __forceinline__ void WriteZeros() {
+    const int kv_head = shared.notes[ring.slot].header.kv_head;
+    const int key_start = shared.notes[ring.slot].header.key_start;
+    Release(&shared.q_empty[ring.slot]);
+    Release(&shared.dout_empty[ring.slot]);
+    ring.Advance();
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) dk[i] = 0.0f;
+    const KeyGradientStore<Traits> store{params, kv_head, key_start + thread_row};
+    store.Write(params.dv, dk, 1.0f);
+    store.Write(params.dk, dk, 1.0f);
+  }
+};
+
+}  // namespace magi_jax::sm90
+
+#endif  // MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_MAINLOOP_H_

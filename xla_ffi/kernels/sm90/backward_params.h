@@ -1,0 +1,117 @@
+// What the backward kernel gets from the host, how its shared memory is laid out, and the shape of one instantiation.
+
+#ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_PARAMS_H_
+#define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_PARAMS_H_
+
+#include <cstdint>
+
+#include "xla_ffi/common/params.h"
+#include "xla_ffi/kernels/sm90/kernel_params.h"
+#include "xla_ffi/kernels/sm90/tma.h"
+
+namespace magi_jax::sm90 {
+
+// One instantiation. A tile has kBlockN keys of one kv head; its gradients stay in registers while the tile walks the
+// queries of all heads of the group, kBlockM at a time.
+template <typename ElementT, int kHeadDimT, int kStagesT = 2, bool kEarlyLogitsT = true>
+struct BackwardTraits {
+  using Element = ElementT;
+  static constexpr int kHeadDim = kHeadDimT;  // of queries, keys and values
+  static constexpr int kStages = kStagesT;    // query blocks in shared memory
+  static constexpr bool kEarlyLogits = kEarlyLogitsT;  // the next block's logits start before this block's dQ is stored
+
+  static constexpr int kConsumers = 2;             // warpgroups
+  static constexpr int kBlockM = 64;               // queries of a block
+  static constexpr int kBlockN = 64 * kConsumers;  // keys of a tile
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kConsumerThreads = 128 * kConsumers;
+  static constexpr int kConsumerWarps = 4 * kConsumers;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
+
+  static constexpr int kChunks = kHeadDim / kChunk;
+  static constexpr int kRowBytes = kChunk * 2;
+  static constexpr int kQBytes = kBlockM * kRowBytes * kChunks;
+  static constexpr int kKBytes = kBlockN * kRowBytes * kChunks;
+  static constexpr int kStatBytes = kBlockM * 4;
+
+  // A warpgroup makes the columns of dQ whose keys' columns lie in one chunk.
+  static_assert(kChunks == kConsumers, "dQ is split over warpgroups by chunks of columns");
+  static constexpr int kGradientChunk = 32;  // columns of float32 that fill 128 bytes
+  static constexpr int kGradientBytes = kBlockM * kChunk * 4;
+};
+
+// Flags of a block besides those of BlockFlags.
+constexpr int kEmptyTile = 16;  // no block: the gradients of the tile are zero
+
+constexpr int kQueryAlignment = 4;  // blocks of queries start at a multiple of it, as copies of statistics need
+
+struct QueryBlockHeader {
+  int32_t query_start, head;   // of the first row
+  int32_t key_start, kv_head;  // of the tile
+  int32_t flags, num_slices, ids_begin;
+};
+
+// Beside the queries of a block: which cells are visible. Slices are transposed, keys in the place of queries.
+struct QueryBlockNote {
+  QueryBlockHeader header;
+  Slice slices[kMaxInlineSlices];
+};
+
+struct GradientNote {
+  int32_t row, head;  // row < 0: no more gradients
+};
+
+template <typename Traits>
+struct BackwardStorage {
+  alignas(1024) uint8_t k[Traits::kKBytes];                    // [chunk][kBlockN rows]
+  alignas(1024) uint8_t v[Traits::kKBytes];                    // likewise
+  alignas(1024) uint8_t q[Traits::kStages][Traits::kQBytes];   // [chunk][kBlockM rows]
+  alignas(1024) uint8_t dout[Traits::kStages][Traits::kQBytes];  // likewise
+  alignas(1024) uint8_t ds[2][Traits::kConsumers][Traits::kBlockM * 128];  // a chunk of 64 keys per warpgroup
+  alignas(1024) uint8_t dq[Traits::kConsumers][Traits::kGradientBytes];    // [chunk of 32 columns][kBlockM rows]
+  alignas(128) float lse[Traits::kStages][Traits::kBlockM];  // times log2(e); +inf for rows without keys
+  alignas(128) float delta[Traits::kStages][Traits::kBlockM];
+  uint8_t spoiled_keys[Traits::kBlockN];  // rows of k that held inf or NaN, see backward_poison.h
+  QueryBlockNote notes[Traits::kStages];
+  GradientNote gradient_notes[Traits::kConsumers];
+  uint64_t kv_full, kv_empty;
+  uint64_t q_full[Traits::kStages], q_empty[Traits::kStages];
+  uint64_t dout_full[Traits::kStages], dout_empty[Traits::kStages];
+  uint64_t dq_full[Traits::kConsumers], dq_empty[Traits::kConsumers];
+};
+
+// Position in a ring of kCount slots, with the parity of the phase that is current there.
+template <int kCount>
+struct StageRing {
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void Advance() {
+    if (++slot == kCount) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+struct BackwardKernelParams {
+  const Slice* slices;
+  TileRuns by_key;
+  const float* lse;    // [N, stat_rows], times log2(e)
+  const float* delta;  // [N, stat_rows]
+  int stat_rows;
+  int* counter;  // zero at launch
+  void* dk;
+  void* dv;
+  bool gradients_are_f32;
+  float scale;
+  int q_len, k_len, num_heads, num_kv_heads, num_slices;
+  int table_tile_size;
+  int parts_per_tile;  // tiles of keys that cover one table tile
+  int num_work;        // (rank of the table tile, part of it, kv head)
+};
+
+}  // namespace magi_jax::sm90
+
+#endif  // MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_PARAMS_H_
