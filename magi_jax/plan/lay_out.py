@@ -163,13 +163,12 @@ def _auto_num_stages(cut, far, layout: Layout, frame: Frame, machine: Machine) -
     cp_size = frame.cp_size
     pair = far.src * cp_size + far.dst
     rows = np.bincount(pair, weights=far.end - far.begin, minlength=cp_size * cp_size)
-    works = timeline.even_stages(
-        stages.stage_slices(cut, far, layout, 1),
-        rows.reshape(1, cp_size, cp_size),
-        frame.local_len,
-        machine.ranks_per_node or cp_size,
-        machine.cost_model,
-    )
+    traffic, model = rows.reshape(1, cp_size, cp_size), machine.cost_model
+    per_node = machine.ranks_per_node or cp_size
+    if timeline.splitting_is_vain(traffic, frame.local_len, per_node, model):
+        return 1
+    whole = stages.stage_slices(cut, far, layout, 1)
+    works = timeline.even_stages(whole, traffic, frame.local_len, per_node, model)
     return timeline.fastest(works) + 1
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from magi_jax.solver.balanced_numpy import NumpyPlacement
-from magi_jax.solver.balanced_units import Units, make_units
+from magi_jax.solver.balanced_units import FINENESS, Units, make_units
 from magi_jax.solver.dispatch import Assignment, DispatchProblem, contiguous, zigzag
 from magi_jax.solver.engine import check_engine, compiled
 
@@ -27,7 +27,7 @@ SETTLED_GAP = 1.001
 # How much a whole sequence's rows, summed over ranks, count beside the worst rank's.
 TOTAL_WEIGHT = 0.01
 # How steeply imbalance beyond AREA_LIMIT raises the cost of a placement.
-OVERLOAD_COST = 100.0
+OVERLOAD_COST = 400.0
 # Fixed time of a proposed exchange, in spans.
 SPANS_OF_A_MOVE = 15
 PROBE_SEED, SEARCH_SEED = 2, 3
@@ -76,7 +76,7 @@ class Effort(NamedTuple):
     temperature: float
 
 
-EFFORTS = {"fast": Effort(1000, 500_000, 0.1), "high": Effort(5000, 8_000_000, 0.3)}
+EFFORTS = {"fast": Effort(1000, 400_000, 0.1), "high": Effort(5000, 8_000_000, 0.3)}
 
 
 def balanced(problem: DispatchProblem) -> Assignment:
@@ -91,14 +91,21 @@ def balanced(problem: DispatchProblem) -> Assignment:
     if problem.effort not in EFFORTS:
         raise ValueError(f"effort must be one of {sorted(EFFORTS)}, got {problem.effort!r}")
     make_placement = placement_maker(problem.engine)
-    units = make_units(problem)
-    if problem.cp_size == 1 or not units.area.any():
+    if problem.cp_size == 1 or not len(problem.slices):
         return contiguous(problem)
-    placement = make_placement(units, problem.cp_size, per_node)
-    starts = [_expand(strategy(problem), units, problem) for strategy in (contiguous, zigzag)]
-    owner = _settled(starts, placement, units, problem)
-    if owner is None:
-        owner = _search(starts, placement, units, problem)
+    found = []
+    for fineness in range(len(FINENESS)):
+        units = make_units(problem, fineness)
+        placement = make_placement(units, problem.cp_size, per_node)
+        starts = [_expand(strategy(problem), units, problem) for strategy in (contiguous, zigzag)]
+        owner = _settled(starts, placement, units, problem)
+        if owner is None:
+            owner = _search(starts, placement, units, problem)
+        score = _score(placement, owner, problem.cp_size)
+        found.append((score.cost, fineness, units, owner))
+        if score.imbalance <= AREA_LIMIT:
+            break
+    _, _, units, owner = min(found)
     return Assignment(units.edges, owner[: len(units.chunk)].astype(np.int64))
 
 

@@ -17,6 +17,10 @@ from magi_jax.solver.dispatch import DispatchProblem
 OVERLOAD = 1.002
 HEAVY_SHARE = 0.4
 LIGHT_QUANTILE = 0.1
+# When whole chunks do not balance, those with more than this share of the mean are split as well.
+COARSE_SHARE = 0.1
+# (heavy chunks for each rank, parts of each) to split in further attempts.
+FINENESS = ((0.0, 1), (1.0, 2), (0.5, 4))
 # Its parts are to have at most this share of a rank's mean area.
 PART_SHARE = 0.55
 MAX_PARTS = 16
@@ -61,13 +65,19 @@ class Units(NamedTuple):
     light_area: float
 
 
-def make_units(problem: DispatchProblem) -> Units:
-    """Cuts the sequence into units and finds what each of them needs."""
+def make_units(problem: DispatchProblem, fineness: int = 0) -> Units:
+    """Cuts the sequence into units and finds what each of them needs.
+
+    Args:
+        problem: what to dispatch.
+        fineness: index of `FINENESS`; past 0 some of the heaviest chunks are split as well, for masks
+            with so few sizes of chunks that no choice of whole ones is balanced.
+    """
     edges = problem.edges
     unit, cut = _cut_queries(problem.slices, edges)
     area = _areas(unit, cut, len(edges) - 1)
     light_area = float(np.quantile(area, LIGHT_QUANTILE))
-    split, parts = _chunks_to_split(area, light_area, problem)
+    split, parts = _chunks_to_split(area, light_area, problem, fineness)
     slot = int(edges[1] - edges[0])
     if len(split):
         inner = edges[split][:, None] + slot // parts * np.arange(1, parts)
@@ -117,7 +127,7 @@ def _areas(unit: np.ndarray, cut: np.ndarray, num_units: int) -> np.ndarray:
 
 
 def _chunks_to_split(
-    area: np.ndarray, light_area: float, problem: DispatchProblem
+    area: np.ndarray, light_area: float, problem: DispatchProblem, fineness: int
 ) -> tuple[np.ndarray, int]:
     """Chunks to split and into how many equal parts.
 
@@ -132,19 +142,26 @@ def _chunks_to_split(
     may_split = np.diff(edges) == slot
     beside = area + others * light_area
     is_heavy = (beside > OVERLOAD * mean) & (area > HEAVY_SHARE * mean) & may_split
+    per_rank, coarse_parts = FINENESS[fineness]
+    if fineness:
+        heaviest = np.argsort(-area, kind="stable")[: int(np.ceil(per_rank * problem.cp_size))]
+        is_heavy[heaviest] |= (area[heaviest] > COARSE_SHARE * mean) & may_split[heaviest]
     heavy = np.flatnonzero(is_heavy)
     if not len(heavy):
         return none
     parts = 1
-    while parts < MAX_PARTS and slot % (2 * parts) == 0 and slot >= 2 * parts * MIN_PART_ROWS:
+    most = coarse_parts if fineness else MAX_PARTS
+    while parts < most and slot % (2 * parts) == 0 and slot >= 2 * parts * MIN_PART_ROWS:
         parts *= 2
-        if _largest_part(heavy, parts, problem) <= PART_SHARE * mean:
+        if _largest_part(heavy, parts, problem) <= PART_SHARE * mean and not fineness:
             break
     if parts == 1:
         return none
     light = np.argsort(area, kind="stable")
     light = light[may_split[light] & ~is_heavy[light]]
     places = min(int(area[heavy].sum() / (PLACE_SHARE * mean)) + 1, len(heavy) * parts)
+    if fineness:  # heavy parts trade places with light ones, so there must be as many
+        places = max(places, 2 * len(heavy))
     return np.sort(np.concatenate([heavy, light[: max(places - len(heavy), 0)]])), parts
 
 

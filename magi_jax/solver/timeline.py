@@ -149,6 +149,17 @@ def even_stages(
     ]
 
 
+def splitting_is_vain(
+    traffic: np.ndarray, local_len: int, ranks_per_node: int, model: CostModel
+) -> bool:
+    """Whether one remote stage is best whatever the kernels take: all that a second could hide is less
+    than what merging it costs. Arguments as in `stage_work`.
+    """
+    cast_us, reduce_us = move_times(traffic, ranks_per_node, model)
+    hidden_us = 2 * cast_us.max(initial=0.0) + reduce_us.max(initial=0.0)
+    return bool(hidden_us <= 2 * model.merge_us(local_len))
+
+
 def _split(whole: StageWork, far_us: list[np.ndarray], parts: int, model: CostModel) -> StageWork:
     """``whole`` in ``parts`` remote stages whose kernels take ``far_us`` (forward, backward) together."""
     share = np.ones((parts, 1)) / parts
