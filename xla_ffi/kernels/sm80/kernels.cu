@@ -61,7 +61,7 @@ std::string Describe(const TileConfig& tile) {
 // Thread blocks of one launch; a tile has at least one row per thread block.
 bool FitsGrid(const Problem& problem) {
   const int64_t longest = problem.q_len > problem.k_len ? problem.q_len : problem.k_len;
-  const int64_t parts = (problem.tile_size + 63) / 64;
+  const int64_t parts = (int64_t{problem.tile_size} + 63) / 64;
   const int64_t tiles = (longest + problem.tile_size - 1) / problem.tile_size + 1;
   return tiles * parts * problem.num_heads <= std::numeric_limits<int32_t>::max();
 }

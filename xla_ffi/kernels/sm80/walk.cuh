@@ -25,7 +25,7 @@ struct RowRange {
 // Thread blocks of one head, for tiles of `tile_size` rows cut to kBlockRows.
 template <int kBlockRows>
 __host__ __device__ inline int BlocksPerTile(int tile_size) {
-  return (tile_size + kBlockRows - 1) / kBlockRows;
+  return (tile_size - 1) / kBlockRows + 1;  // tile_size is positive and may be huge
 }
 
 template <int kBlockRows>
