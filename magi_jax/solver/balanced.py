@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from magi_jax.solver.balanced_numpy import NumpyPlacement
-from magi_jax.solver.balanced_units import FINENESS, Units, make_units
+from magi_jax.solver.balanced_units import COARSE_SHARE, FINENESS, Units, make_units
 from magi_jax.solver.dispatch import Assignment, DispatchProblem, contiguous, zigzag
 from magi_jax.solver.engine import check_engine, compiled
 
@@ -103,7 +103,8 @@ def balanced(problem: DispatchProblem) -> Assignment:
             owner = _search(starts, placement, units, problem)
         score = _score(placement, owner, problem.cp_size)
         found.append((score.cost, fineness, units, owner))
-        if score.imbalance <= AREA_LIMIT:
+        splittable = units.area.max() > COARSE_SHARE * units.area.sum() / problem.cp_size
+        if score.imbalance <= AREA_LIMIT or not splittable:
             break
     _, _, units, owner = min(found)
     return Assignment(units.edges, owner[: len(units.chunk)].astype(np.int64))
