@@ -83,36 +83,32 @@ struct GradientConsumer {
     PinRegisters(dk);
     PinRegisters(dv);
 
-    uint32_t p_words[kLogits / 2], ds_words[kLogits / 2];
-    FirstLogits(p_words, ds_words);
-    // No product is in flight from one iteration to the next, and none across a branch: the assembler would give up
-    // all overlap.
-    while (!(shared.notes[ring.slot].header.flags & kLastBlock)) NextBlock(p_words, ds_words);
-    LastBlock(p_words, ds_words);
+    uint32_t ds[kLogits / 2];
+    FirstBlock(ds);
+    // No product is in flight from one iteration to the next: the assembler would give up all overlap.
+    while (!(shared.notes[ring.slot].header.flags & kLastBlock)) NextBlock(ds);
+    LastBlock(ds);
     Release(&shared.kv_empty);
     const KeyGradientStore<Traits> store{params, kv_head, key_start + thread_row};
     store.Write(params.dv, dv, 1.0f);
     store.Write(params.dk, dk, params.scale);
   }
 
-  // P and dS of the first block of a tile.
-  __device__ __forceinline__ void FirstLogits(uint32_t (&p_words)[kLogits / 2], uint32_t (&ds_words)[kLogits / 2]) {
+  // dV, and dS, of the first block of a tile.
+  __device__ __forceinline__ void FirstBlock(uint32_t (&ds)[kLogits / 2]) {
     float s[kLogits], dp[kLogits];
     IssueLogits(s);
     IssueLogitGradients(dp);
-    WgmmaWait<1, 4>();
+    WgmmaWait<1>();
     PinRegisters(s);
-    const float finite = ToProbabilities(s);
-    WgmmaWait<0, 4>();
-    PinRegisters(dp);
-    ToGradients(finite, s, dp, p_words, ds_words);
+    MakeLogitGradients(s, dp, ds);
   }
 
-  // Adds the gradients of the current block and makes P and dS of the next one beside it.
-  __device__ __forceinline__ void NextBlock(uint32_t (&p_words)[kLogits / 2], uint32_t (&ds_words)[kLogits / 2]) {
+  // dQ and dK of the current block, dV and dS of the next.
+  __device__ __forceinline__ void NextBlock(uint32_t (&ds)[kLogits / 2]) {
     float dq[kLogits], s[kLogits], dp[kLogits];
     const int slot = ring.slot;
-    IssueGradients(dq, p_words, ds_words);
+    IssueGradients(dq, ds);
     ring.Advance();
     BarrierWait(&shared.q_full[ring.slot], ring.parity);
     if (Traits::kEarlyLogits) {
@@ -120,38 +116,39 @@ struct GradientConsumer {
       WgmmaWait<2>();
       StoreQueryGradient(dq, slot);
     } else {
-      WgmmaWait<1>();
+      WgmmaWait<1, 1>();
       StoreQueryGradient(dq, slot);
       IssueLogits(s);
     }
     IssueLogitGradients(dp);
-    WgmmaWait<1, 1>();
+    WgmmaWait<1, 2>();
     PinRegisters(s);
     PinRegisters(dk);
-    PinRegisters(ds_words);
+    PinRegisters(ds);
     Release(&shared.q_empty[slot]);
-    const float finite = ToProbabilities(s);
-    WgmmaWait<0>();
-    PinRegisters(dp);
-    ToGradients(finite, s, dp, p_words, ds_words);
+    MakeLogitGradients(s, dp, ds);
   }
 
-  __device__ __forceinline__ void LastBlock(uint32_t (&p_words)[kLogits / 2], uint32_t (&ds_words)[kLogits / 2]) {
+  // dQ and dK of the last block.
+  __device__ __forceinline__ void LastBlock(uint32_t (&ds)[kLogits / 2]) {
     float dq[kLogits];
-    IssueGradients(dq, p_words, ds_words);
-    WgmmaWait<1, 2>();
+    IssueGradients(dq, ds);
+    WgmmaWait<1, 3>();
     StoreQueryGradient(dq, ring.slot);
-    WgmmaWait<0, 2>();
+    WgmmaWait<0, 3>();
     PinRegisters(dk);
-    PinRegisters(ds_words);
+    PinRegisters(ds);
     Release(&shared.q_empty[ring.slot]);
     ring.Advance();
   }
 
-  // Returns NaN where the block has a mask and a logit is not finite, else 0.
-  __device__ __forceinline__ float ToProbabilities(float (&s)[kLogits]) {
+  // From logits, and dP in flight, to dS. dV runs meanwhile, and gives its operand's registers to dS.
+  __device__ __forceinline__ void MakeLogitGradients(float (&s)[kLogits], float (&dp)[kLogits],
+                                                     uint32_t (&ds)[kLogits / 2]) {
+    const QueryBlockNote& note = shared.notes[ring.slot];
+    const bool masked = note.header.flags & kMaskedBlock;
     float finite = 0.0f;
-    if (shared.notes[ring.slot].header.flags & kMaskedBlock) finite = NonFinite(s);
+    if (masked) finite = NonFinite(s);
     if (__builtin_expect(keys_spoiled, false)) SpoilRows(s);
     const float2* lse = reinterpret_cast<const float2*>(shared.lse[ring.slot]) + threadIdx.x % 4;
 #pragma unroll
@@ -160,39 +157,47 @@ struct GradientConsumer {
 #pragma unroll
       for (int j = 0; j < 4; ++j) s[i + j] = Exp2(fmaf(s[i + j], scale_log2, j % 2 ? -reference.y : -reference.x));
     }
-    return finite;
-  }
+    RowMask<kLogits / 2> rows[2];
+    if (masked) {
+      FindVisible(note, rows);
+      WgmmaWait<0, 4>();
+      PinRegisters(dp);
+      finite += NonFinite(dp);
+      const bool spoiled = NamedBarrierOr(kVoteBarrier, Traits::kConsumerThreads, finite != 0.0f);
+      if (__builtin_expect(spoiled, false)) CleanQueries(s, dp);
+      Hide(s, rows);
+    }
+    uint32_t p[kLogits / 2];
+    PackProbabilities<Element>(s, p);
+    WgmmaFence();
+    IssueAccumulate(dv, p, SharedAddress(shared.dout[ring.slot]));
 
-  __device__ __forceinline__ void ToGradients(float finite, float (&p)[kLogits], float (&dp)[kLogits],
-                                              uint32_t (&p_words)[kLogits / 2], uint32_t (&ds_words)[kLogits / 2]) {
+    WgmmaWait<1, 5>();
+    PinRegisters(dp);
     const float2* delta = reinterpret_cast<const float2*>(shared.delta[ring.slot]) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < kLogits; i += 4) {
       const float2 mean = delta[i];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) dp[i + j] = p[i + j] * (dp[i + j] - (j % 2 ? mean.y : mean.x));
+      for (int j = 0; j < 4; ++j) dp[i + j] = s[i + j] * (dp[i + j] - (j % 2 ? mean.y : mean.x));
     }
-    const QueryBlockNote& note = shared.notes[ring.slot];
-    if (note.header.flags & kMaskedBlock) MaskBlock(note, finite, p, dp);
-    PackProbabilities<Element>(p, p_words);
-    PackProbabilities<Element>(dp, ds_words);
+    if (masked) Hide(dp, rows);
+    PinRegisters(dp);
+    WgmmaWait<0, 5>();
+    PinRegisters(dv);
+    PinRegisters(p);
+    Release(&shared.dout_empty[ring.slot]);
+    PackProbabilities<Element>(dp, ds);
   }
 
-  __device__ __forceinline__ void IssueGradients(float (&dq)[kLogits], uint32_t (&p_words)[kLogits / 2],
-                                                 uint32_t (&ds_words)[kLogits / 2]) {
-    StoreLogitGradients(ds_words);
+  __device__ __forceinline__ void IssueGradients(float (&dq)[kLogits], uint32_t (&ds)[kLogits / 2]) {
+    StoreLogitGradients(ds);
     FenceAsyncProxy();
-    WgmmaFence();
-    IssueAccumulate(dv, p_words, SharedAddress(shared.dout[ring.slot]));
     NamedBarrierSync(kGradientBarrier, Traits::kConsumerThreads);
+    WgmmaFence();
     IssueQueryGradient(dq);
-    IssueAccumulate(dk, ds_words, SharedAddress(shared.q[ring.slot]));
+    IssueAccumulate(dk, ds, SharedAddress(shared.q[ring.slot]));
     ds_slot ^= 1;
-    // Frees the registers of P for the logits of the next block.
-    WgmmaWait<2, 3>();
-    PinRegisters(dv);
-    PinRegisters(p_words);
-    Release(&shared.dout_empty[ring.slot]);
   }
 
   // --- products; each function commits its own group ---
@@ -292,12 +297,10 @@ struct GradientConsumer {
 
   // --- masks ---
 
-  __device__ __forceinline__ void MaskBlock(const QueryBlockNote& note, float finite, float (&p)[kLogits],
-                                            float (&ds)[kLogits]) {
+  __device__ __forceinline__ void FindVisible(const QueryBlockNote& note, RowMask<kLogits / 2> (&rows)[2]) {
     const QueryBlockHeader& block = note.header;
     const int keys[2] = {block.key_start + thread_row, block.key_start + thread_row + 8};
     const int lane_column = threadIdx.x % 4 * 2;
-    RowMask<kLogits / 2> rows[2];
     rows[0].Clear();
     rows[1].Clear();
     const bool inline_slices = block.num_slices >= 0;
@@ -313,14 +316,12 @@ struct GradientConsumer {
 #pragma unroll
       for (int row = 0; row < 2; ++row) rows[row].Add(slice, keys[row], block.query_start, lane_column);
     }
-    finite += NonFinite(ds);
-    const bool spoiled = NamedBarrierOr(kVoteBarrier, Traits::kConsumerThreads, finite != 0.0f);
-    if (__builtin_expect(spoiled, false)) CleanQueries(p, ds);
+  }
+
+  static __device__ __forceinline__ void Hide(float (&values)[kLogits], const RowMask<kLogits / 2> (&rows)[2]) {
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) {
-      const bool visible = rows[i / 2 % 2].Has(i / 4 * 2 + i % 2);
-      p[i] = visible ? p[i] : 0.0f;
-      ds[i] = visible ? ds[i] : 0.0f;
+      values[i] = rows[i / 2 % 2].Has(i / 4 * 2 + i % 2) ? values[i] : 0.0f;
     }
   }
 
@@ -342,13 +343,13 @@ struct GradientConsumer {
   }
 
   // Both consumers have done S and dP of this block.
-  __device__ __forceinline__ void CleanQueries(float (&p)[kLogits], float (&ds)[kLogits]) {
+  __device__ __forceinline__ void CleanQueries(float (&p)[kLogits], const float (&dp)[kLogits]) {
     static_assert(Traits::kConsumerThreads == 2 * Traits::kChunks * kM);
     const int row = (threadIdx.x - 128) % kM, part = (threadIdx.x - 128) / kM;
     uint8_t* const tile = part < Traits::kChunks ? shared.q[ring.slot] : shared.dout[ring.slot];
     CleanRow<Element>(tile + part % Traits::kChunks * kQChunkBytes + row * Traits::kRowBytes, row);
 #pragma unroll
-    for (int i = 0; i < kLogits; ++i) p[i] = ds[i] - ds[i] == 0.0f ? p[i] : NAN;
+    for (int i = 0; i < kLogits; ++i) p[i] = dp[i] - dp[i] == 0.0f ? p[i] : NAN;
     FenceAsyncProxy();
     NamedBarrierSync(kVoteBarrier, Traits::kConsumerThreads);
   }

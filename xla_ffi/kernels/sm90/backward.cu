@@ -1,0 +1,141 @@
+// Host side of the Hopper backward: which problems it takes, and how one is dealt out over the device.
+
+#include "xla_ffi/kernels/sm90/backward.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+
+#include "xla_ffi/kernels/sm90/backward_launch.h"
+#include "xla_ffi/kernels/sm90/backward_params.h"
+#include "xla_ffi/kernels/sm90/backward_stats.cuh"
+
+namespace magi_jax::sm90 {
+namespace {
+
+constexpr int kBlockN = 128;  // keys of a tile, in all instantiations
+constexpr size_t kCounterBytes = 128;  // of scratch, before the statistics
+
+struct BackwardInstantiation {
+  DType dtype;
+  int head_dim, v_head_dim;
+  const char* name;
+  cudaError_t (*launch)(const BackwardParams&, const BackwardKernelParams&, int blocks, cudaStream_t);
+};
+
+constexpr BackwardInstantiation kInstantiations[] = {
+    {DType::kBF16, 128, 128, "sm90 hdim128 bf16", LaunchBackwardHdim128Bf16},
+    {DType::kF16, 128, 128, "sm90 hdim128 f16", LaunchBackwardHdim128F16},
+};
+
+const BackwardInstantiation* Find(const Problem& problem) {
+  for (const BackwardInstantiation& candidate : kInstantiations) {
+    if (candidate.dtype == problem.dtype && candidate.head_dim == problem.head_dim &&
+        candidate.v_head_dim == problem.v_head_dim) {
+      return &candidate;
+    }
+  }
+  return nullptr;
+}
+
+bool IsAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+size_t StatFloats(const Problem& problem) {
+  return static_cast<size_t>(problem.num_heads) * StatRows(problem.q_len);
+}
+
+BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
+  const Problem& problem = backward.problem;
+  char* const scratch = static_cast<char*>(backward.scratch);
+  BackwardKernelParams params{};
+  params.slices = backward.slices;
+  params.by_key = backward.by_key;
+  params.counter = reinterpret_cast<int*>(scratch);
+  params.lse = reinterpret_cast<const float*>(scratch + kCounterBytes);
+  params.delta = params.lse + StatFloats(problem);
+  params.stat_rows = StatRows(problem.q_len);
+  params.dk = backward.dk;
+  params.dv = backward.dv;
+  params.gradients_are_f32 = backward.dkv_dtype == DType::kF32;
+  params.scale = problem.scale;
+  params.q_len = problem.q_len;
+  params.k_len = problem.k_len;
+  params.num_heads = problem.num_heads;
+  params.num_kv_heads = problem.num_kv_heads;
+  params.num_slices = problem.num_slices;
+  params.table_tile_size = problem.tile_size;
+  params.parts_per_tile = problem.tile_size / kBlockN;
+  params.num_work = backward.by_key.num_tiles * params.parts_per_tile * problem.num_kv_heads;
+  return params;
+}
+
+cudaError_t ClearGradient(void* gradient, DType dtype, int rows, int heads, int head_dim, cudaStream_t stream) {
+  const size_t bytes = static_cast<size_t>(rows) * heads * head_dim * (dtype == DType::kF32 ? 4 : 2);
+  return bytes == 0 ? cudaSuccess : cudaMemsetAsync(gradient, 0, bytes, stream);
+}
+
+}  // namespace
+
+const char* RefuseBackward(const BackwardParams& backward) {
+  const Problem& problem = backward.problem;
+  if (problem.dtype != DType::kBF16 && problem.dtype != DType::kF16) {
+    return "sm90 backward takes bfloat16 and float16 q, k, v";
+  }
+  if (Find(problem) == nullptr) return "sm90 backward takes head dims (q and k, v): 128, 128";
+  if (problem.num_kv_heads <= 0 || problem.num_heads % problem.num_kv_heads != 0) {
+    return "sm90 backward needs a number of heads that is a multiple of the number of kv heads";
+  }
+  if (problem.tile_size <= 0 || problem.tile_size % kBlockN != 0) {
+    return "sm90 backward needs a slice table whose tile size is a multiple of 128";
+  }
+  if (problem.logits_soft_cap != 0.0f) return "sm90 backward takes no logits_soft_cap";
+  if (backward.dkv_dtype != DType::kF32 && backward.dkv_dtype != problem.dtype) {
+    return "sm90 backward writes dk and dv in float32 or the type of k";
+  }
+  if (!IsAligned(backward.dout) || !IsAligned(backward.q) || !IsAligned(backward.k) || !IsAligned(backward.v) ||
+      !IsAligned(backward.dq) || !IsAligned(backward.dk) || !IsAligned(backward.dv)) {
+    return "sm90 backward needs dout, q, k, v, dq, dk and dv aligned to 16 bytes";
+  }
+  return nullptr;
+}
+
+size_t BackwardScratchBytes(const Problem& problem) { return kCounterBytes + 2 * sizeof(float) * StatFloats(problem); }
+
+void DescribeBackward(const Problem& problem, char* text, size_t size) {
+  const BackwardInstantiation* found = Find(problem);
+  std::snprintf(text, size, "%s backward, tiles of %d keys, blocks of 64 queries", found == nullptr ? "none" : found->name,
+                kBlockN);
+}
+
+cudaError_t Backward(const BackwardParams& backward, cudaStream_t stream) {
+  const Problem& problem = backward.problem;
+  const BackwardInstantiation* instantiation = Find(problem);
+  if (instantiation == nullptr) return cudaErrorInvalidValue;
+  cudaError_t error =
+      ClearGradient(backward.dq, DType::kF32, problem.q_len, problem.num_heads, problem.head_dim, stream);
+  if (error != cudaSuccess || problem.k_len == 0) return error;
+  if (problem.q_len == 0) {
+    error = ClearGradient(backward.dk, backward.dkv_dtype, problem.k_len, problem.num_kv_heads, problem.head_dim,
+                          stream);
+    if (error != cudaSuccess) return error;
+    return ClearGradient(backward.dv, backward.dkv_dtype, problem.k_len, problem.num_kv_heads, problem.v_head_dim,
+                         stream);
+  }
+  if (backward.scratch == nullptr) return cudaErrorInvalidValue;
+  const BackwardKernelParams params = MakeKernelParams(backward);
+  const dim3 stat_tiles((params.stat_rows + kStatTile - 1) / kStatTile,
+                        (problem.num_heads + kStatTile - 1) / kStatTile);
+  PrepareStats<<<stat_tiles, dim3(kStatTile, 8), 0, stream>>>(
+      backward.lse, backward.delta, const_cast<float*>(params.lse), const_cast<float*>(params.delta), params.counter,
+      problem.q_len, problem.num_heads, params.stat_rows);
+  error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  int device, num_sms;
+  error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  return instantiation->launch(backward, params, std::min(params.num_work, num_sms), stream);
+}
+
+}  // namespace magi_jax::sm90
