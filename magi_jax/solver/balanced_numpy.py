@@ -72,7 +72,7 @@ class NumpyPlacement:
 
     def _loads(self, needed: np.ndarray, home: np.ndarray) -> np.ndarray:
         """Loads, given which spans each rank needs ``[R, V]`` and who owns each span ``[V]``."""
-        by_node = needed.reshape(self.num_nodes, self.per_node, -1).any(axis=1)
+        by_node = np.any(needed.reshape(self.num_nodes, self.per_node, -1), axis=1)
         loads = []
         for groups, owner in ((needed, home), (by_node, home // self.per_node)):
             far = groups & (np.arange(len(groups))[:, None] != owner)

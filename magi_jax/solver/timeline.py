@@ -87,9 +87,9 @@ def stage_work(
         ranks_per_node: ranks of a node.
         model: the machine.
     """
-    kernel_us = _kernel_us(stages, traffic.shape[-1], model)
-    moves = move_times(traffic, ranks_per_node, model)
-    return StageWork(*kernel_us, *moves, model.merge_us(local_len))
+    forward_us, backward_us = _kernel_us(stages, traffic.shape[-1], model)
+    cast_us, reduce_us = move_times(traffic, ranks_per_node, model)
+    return StageWork(forward_us, backward_us, cast_us, reduce_us, model.merge_us(local_len))
 
 
 def _kernel_us(

@@ -1,5 +1,5 @@
-// The extension module magi_jax._planner. It needs neither XLA nor JAX, so that a data-loading process may
-// import it. Arrays are checked for length here; their meaning is the caller's affair.
+// The extension module magi_jax._planner. It needs neither XLA nor JAX, so that a data-loading
+// process may import it. Arrays are checked for length here; their meaning is the caller's affair.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -22,25 +22,38 @@ using Array = py::array_t<T, py::array::c_style>;
 // Keeps the arrays alive that a Problem points into.
 class PlacementProblem {
  public:
-  PlacementProblem(Array<int64_t> area, Array<int32_t> size, Array<int32_t> spare, Array<int32_t> rows,
-                   Array<int32_t> span_ptr, Array<int32_t> need_ptr, Array<int32_t> needs,
-                   int32_t num_ranks, int32_t ranks_per_node)
-      : area_(std::move(area)), size_(std::move(size)), spare_(std::move(spare)), rows_(std::move(rows)),
-        span_ptr_(std::move(span_ptr)), need_ptr_(std::move(need_ptr)), needs_(std::move(needs)) {
+  PlacementProblem(Array<int64_t> area, Array<int32_t> size, Array<int32_t> spare,
+                   Array<int32_t> rows, Array<int32_t> span_ptr, Array<int32_t> need_ptr,
+                   Array<int32_t> needs, int32_t num_ranks, int32_t ranks_per_node)
+      : area_(std::move(area)),
+        size_(std::move(size)),
+        spare_(std::move(spare)),
+        rows_(std::move(rows)),
+        span_ptr_(std::move(span_ptr)),
+        need_ptr_(std::move(need_ptr)),
+        needs_(std::move(needs)) {
     const py::ssize_t units = area_.size();
     if (size_.size() != units || spare_.size() != units || span_ptr_.size() != units + 1 ||
         need_ptr_.size() != units + 1 || needs_.size() % 2 != 0)
       throw std::invalid_argument("arrays of a placement problem do not fit together");
     if (num_ranks < 1 || ranks_per_node < 1 || num_ranks % ranks_per_node != 0)
       throw std::invalid_argument("num_ranks must be a positive multiple of ranks_per_node");
-    problem_ = {area_.data(), size_.data(), spare_.data(), rows_.data(), span_ptr_.data(),
-                need_ptr_.data(), reinterpret_cast<const Interval*>(needs_.data()),
-                static_cast<int32_t>(units), static_cast<int32_t>(rows_.size()), num_ranks,
+    problem_ = {area_.data(),
+                size_.data(),
+                spare_.data(),
+                rows_.data(),
+                span_ptr_.data(),
+                need_ptr_.data(),
+                reinterpret_cast<const Interval*>(needs_.data()),
+                static_cast<int32_t>(units),
+                static_cast<int32_t>(rows_.size()),
+                num_ranks,
                 ranks_per_node};
   }
 
-  Array<int32_t> RunGreedy(const Array<int32_t>& order, std::tuple<int64_t, int32_t, int32_t, double> capacity,
-                           std::tuple<double, double, double, double, double, double> weights) const {
+  Array<int32_t> RunGreedy(
+      const Array<int32_t>& order, std::tuple<int64_t, int32_t, int32_t, double> capacity,
+      std::tuple<double, double, double, double, double, double> weights) const {
     CheckUnits(order);
     Array<int32_t> owner(problem_.num_units);
     const auto [tokens, slot, part_slots, light_area] = capacity;
@@ -51,8 +64,8 @@ class PlacementProblem {
     return owner;
   }
 
-  Array<int32_t> RunRefine(const Array<int32_t>& owner, int64_t area_limit, int64_t moves, uint64_t seed,
-                           double node_weight, double temperature) const {
+  Array<int32_t> RunRefine(const Array<int32_t>& owner, int64_t area_limit, int64_t moves,
+                           uint64_t seed, double node_weight, double temperature) const {
     CheckOwner(owner);
     Array<int32_t> out(problem_.num_units);
     std::copy(owner.data(), owner.data() + owner.size(), out.mutable_data());
@@ -69,13 +82,15 @@ class PlacementProblem {
 
  private:
   void CheckUnits(const Array<int32_t>& units) const {
-    if (units.size() != problem_.num_units) throw std::invalid_argument("one entry per unit is needed");
+    if (units.size() != problem_.num_units)
+      throw std::invalid_argument("one entry per unit is needed");
     for (py::ssize_t i = 0; i < units.size(); ++i)
       if (units.data()[i] < 0 || units.data()[i] >= problem_.num_units)
         throw std::invalid_argument("a unit is out of range");
   }
   void CheckOwner(const Array<int32_t>& owner) const {
-    if (owner.size() != problem_.num_units) throw std::invalid_argument("one owner per unit is needed");
+    if (owner.size() != problem_.num_units)
+      throw std::invalid_argument("one owner per unit is needed");
     for (py::ssize_t i = 0; i < owner.size(); ++i)
       if (owner.data()[i] < 0 || owner.data()[i] >= problem_.num_ranks)
         throw std::invalid_argument("an owner is out of range");
@@ -99,7 +114,8 @@ Array<int32_t> Pad(const int32_t* rows, const std::vector<int64_t>& before, int6
   return out;
 }
 
-// (ptr [P, M + 1], runs [P, R, 6], ids [P, I, 1], order [P, M]) of slices [A, 6] of rising parts [A].
+// (ptr [P, M + 1], runs [P, R, 6], ids [P, I, 1], order [P, M]) of slices [A, 6] of rising parts
+// [A].
 py::tuple RunWalkTiles(const Array<int64_t>& slices, const Array<int64_t>& part, int64_t num_parts,
                        int64_t length, int64_t tile_size) {
   static_assert(sizeof(BandSlice) == 6 * sizeof(int64_t) && sizeof(TileRun) == 6 * sizeof(int32_t));
@@ -123,10 +139,10 @@ py::tuple RunWalkTiles(const Array<int64_t>& slices, const Array<int64_t>& part,
     std::copy(values.begin(), values.end(), out.mutable_data());
     return out;
   };
-  return py::make_tuple(matrix(walks.ptr, walks.num_tiles + 1),
-                        Pad(reinterpret_cast<const int32_t*>(walks.runs.data()), walks.runs_before, 6),
-                        Pad(walks.ids.data(), walks.ids_before, 1),
-                        matrix(walks.order, walks.num_tiles));
+  return py::make_tuple(
+      matrix(walks.ptr, walks.num_tiles + 1),
+      Pad(reinterpret_cast<const int32_t*>(walks.runs.data()), walks.runs_before, 6),
+      Pad(walks.ids.data(), walks.ids_before, 1), matrix(walks.order, walks.num_tiles));
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// One pass over the units, heaviest first: each goes to the rank where area and new key rows cost least.
+// One pass over the units, heaviest first: each goes to the rank where area and new key rows cost
+// least.
 
 #include <algorithm>
 #include <limits>
@@ -12,9 +13,12 @@ namespace {
 class Holders {
  public:
   Holders(const Problem& problem, int32_t num_groups)
-      : problem_(problem), num_groups_(num_groups), count_(problem.num_spans, 0),
+      : problem_(problem),
+        num_groups_(num_groups),
+        count_(problem.num_spans, 0),
         list_(static_cast<size_t>(problem.num_spans) * num_groups),
-        holds_(static_cast<size_t>(problem.num_spans) * num_groups, 0), held_rows(num_groups, 0),
+        holds_(static_cast<size_t>(problem.num_spans) * num_groups, 0),
+        held_rows(num_groups, 0),
         new_rows(num_groups, 0) {}
 
   // Rows of `unit` that each group does not hold yet, into new_rows.
@@ -57,9 +61,9 @@ class Holders {
 
   const Problem& problem_;
   const int32_t num_groups_;
-  std::vector<int32_t> count_;   // [V]
-  std::vector<int32_t> list_;    // [V, groups]
-  std::vector<uint8_t> holds_;   // [V, groups]
+  std::vector<int32_t> count_;  // [V]
+  std::vector<int32_t> list_;   // [V, groups]
+  std::vector<uint8_t> holds_;  // [V, groups]
 
  public:
   std::vector<int64_t> held_rows;  // [groups]
@@ -94,13 +98,14 @@ bool Greedy(const Problem& problem, const int32_t* order, const Capacity& capaci
     int32_t best = -1;
     double best_cost = std::numeric_limits<double>::infinity();
     for (int32_t r = 0; r < num_ranks; ++r) {
-      const bool fits = whole ? room[r] >= size
-                              : room[r] % capacity.slot >= size ||
-                                    (part_slots > 0 && room[r] >= capacity.slot);
+      const bool fits =
+          whole ? room[r] >= size
+                : room[r] % capacity.slot >= size || (part_slots > 0 && room[r] >= capacity.slot);
       if (!fits || (problem.spare[unit] && spares[r])) continue;
       const int32_t node = r / per_node;
       const double x = static_cast<double>(area[r] + problem.area[unit]) / mean_area;
-      const double y = static_cast<double>(node_area[node] + problem.area[unit]) / (mean_area * per_node);
+      const double y =
+          static_cast<double>(node_area[node] + problem.area[unit]) / (mean_area * per_node);
       const double node_rows = nodes.new_rows[node] + weights.node_held * nodes.held_rows[node];
       const double rows = ranks.new_rows[r] + weights.held * ranks.held_rows[r] +
                           weights.node * node_rows + weights.sent * (sent[r] + wanted);

@@ -23,12 +23,18 @@ void Subtract(const Interval* a, const Interval* a_end, const Interval* b, const
 }  // namespace
 
 Placement::Placement(const Problem& problem, const int32_t* owner)
-    : change(2 * problem.num_ranks + 2 * problem.num_nodes(), 0), p_(problem),
-      node_of_(problem.num_ranks), owner_(owner, owner + problem.num_units), span_owner_(problem.num_spans),
+    : change(2 * problem.num_ranks + 2 * problem.num_nodes(), 0),
+      p_(problem),
+      node_of_(problem.num_ranks),
+      owner_(owner, owner + problem.num_units),
+      span_owner_(problem.num_spans),
       counts_(static_cast<size_t>(problem.num_ranks) * problem.num_spans, 0),
       node_counts_(static_cast<size_t>(problem.num_nodes()) * problem.num_spans, 0),
-      ranks_(problem.num_spans, 0), nodes_(problem.num_spans, 0), loads_(change.size(), 0),
-      area_(problem.num_ranks, 0), marked_(change.size(), 0) {
+      ranks_(problem.num_spans, 0),
+      nodes_(problem.num_spans, 0),
+      loads_(change.size(), 0),
+      area_(problem.num_ranks, 0),
+      marked_(change.size(), 0) {
   for (int32_t r = 0; r < p_.num_ranks; ++r) node_of_[r] = p_.node(r);
   for (int32_t u = 0; u < p_.num_units; ++u) {
     area_[owner_[u]] += p_.area[u];
@@ -73,8 +79,8 @@ void Placement::Differences(int32_t u, int32_t v) {
   Subtract(v_begin, v_end, u_begin, u_end, &only_v_);
 }
 
-// A need for `spans` moves from one rank to another. Spans of u and v, whose owner changes too, are left
-// to PriceOwned.
+// A need for `spans` moves from one rank to another. Spans of u and v, whose owner changes too, are
+// left to PriceOwned.
 void Placement::PriceNeeds(const std::vector<Interval>& spans, int32_t from, int32_t to, int32_t u,
                            int32_t v) {
   const int32_t *at_from = counts(from), *at_to = counts(to);

@@ -1,4 +1,5 @@
-// A placement of units on ranks with all its loads, and the exact change of an exchange of two units.
+// A placement of units on ranks with all its loads, and the exact change of an exchange of two
+// units.
 
 #ifndef MAGI_JAX_XLA_FFI_SOLVER_PLACEMENT_H_
 #define MAGI_JAX_XLA_FFI_SOLVER_PLACEMENT_H_
@@ -31,7 +32,9 @@ class Placement {
 
  private:
   int32_t* counts(int32_t rank) { return &counts_[static_cast<size_t>(rank) * p_.num_spans]; }
-  int32_t* node_counts(int32_t node) { return &node_counts_[static_cast<size_t>(node) * p_.num_spans]; }
+  int32_t* node_counts(int32_t node) {
+    return &node_counts_[static_cast<size_t>(node) * p_.num_spans];
+  }
   int32_t recv(int32_t rank) const { return rank; }
   int32_t send(int32_t rank) const { return p_.num_ranks + rank; }
   int32_t node_recv(int32_t node) const { return 2 * p_.num_ranks + node; }
@@ -43,21 +46,23 @@ class Placement {
   }
   bool Needs(int32_t unit, int32_t span) const;
   void Differences(int32_t u, int32_t v);
-  void PriceNeeds(const std::vector<Interval>& spans, int32_t from, int32_t to, int32_t u, int32_t v);
+  void PriceNeeds(const std::vector<Interval>& spans, int32_t from, int32_t to, int32_t u,
+                  int32_t v);
   void PriceOwned(int32_t unit, int32_t other, int32_t from, int32_t to);
   void MoveNeeds(const std::vector<Interval>& spans, int32_t from, int32_t to);
 
   const Problem& p_;
-  std::vector<int32_t> node_of_;      // [R] looked up, since a division costs as much as the rest of a step
-  std::vector<int32_t> owner_;        // [U]
-  std::vector<int32_t> span_owner_;   // [V] rank
-  std::vector<int32_t> counts_;       // [R, V] units of the rank that need the span
-  std::vector<int32_t> node_counts_;  // [D, V] ranks of the node that need the span
-  std::vector<int32_t> ranks_;        // [V] ranks that need the span
-  std::vector<int32_t> nodes_;        // [V] nodes that need the span
-  std::vector<int64_t> loads_;        // [2 R + 2 D]
-  std::vector<int64_t> area_;         // [R]
-  std::vector<uint8_t> marked_;       // [2 R + 2 D]
+  std::vector<int32_t>
+      node_of_;  // [R] looked up, since a division costs as much as the rest of a step
+  std::vector<int32_t> owner_;             // [U]
+  std::vector<int32_t> span_owner_;        // [V] rank
+  std::vector<int32_t> counts_;            // [R, V] units of the rank that need the span
+  std::vector<int32_t> node_counts_;       // [D, V] ranks of the node that need the span
+  std::vector<int32_t> ranks_;             // [V] ranks that need the span
+  std::vector<int32_t> nodes_;             // [V] nodes that need the span
+  std::vector<int64_t> loads_;             // [2 R + 2 D]
+  std::vector<int64_t> area_;              // [R]
+  std::vector<uint8_t> marked_;            // [2 R + 2 D]
   std::vector<Interval> only_u_, only_v_;  // needs of one unit that the other does not share
 };
 

@@ -1,8 +1,8 @@
 // Placing units of a sequence on ranks: the data, free of Python and of XLA.
 //
-// Letters: U units, V spans, R ranks, D nodes, I need intervals. A unit is a run of tokens that moves as
-// one. A span is a run of key rows that belong to one unit and that the same units need; spans which no
-// other unit needs are left out, since they never cross ranks. See docs/planner.md.
+// Letters: U units, V spans, R ranks, D nodes, I need intervals. A unit is a run of tokens that
+// moves as one. A span is a run of key rows that belong to one unit and that the same units need;
+// spans which no other unit needs are left out, since they never cross ranks. See docs/planner.md.
 
 #ifndef MAGI_JAX_XLA_FFI_SOLVER_PROBLEM_H_
 #define MAGI_JAX_XLA_FFI_SOLVER_PROBLEM_H_
@@ -17,17 +17,19 @@ struct Interval {
 };
 
 struct Problem {
-  const int64_t* area;       // [U] visible cells of the unit's queries
-  const int32_t* size;       // [U] tokens; only units of one size are exchanged
-  const int32_t* spare;      // [U] 1 = holds fewer tokens than its size; a rank gets at most one such unit
-  const int32_t* rows;       // [V] key rows of the span
-  const int32_t* span_ptr;   // [U + 1] spans span_ptr[u]:span_ptr[u + 1] belong to unit u
-  const int32_t* need_ptr;   // [U + 1] intervals of `needs` of each unit
-  const Interval* needs;     // [I] spans that the unit's queries see; rising and disjoint within a unit
-  int32_t num_units;         // U
-  int32_t num_spans;         // V
-  int32_t num_ranks;         // R
-  int32_t ranks_per_node;    // R / D; a multiple of it is R
+  const int64_t* area;  // [U] visible cells of the unit's queries
+  const int32_t* size;  // [U] tokens; only units of one size are exchanged
+  const int32_t*
+      spare;  // [U] 1 = holds fewer tokens than its size; a rank gets at most one such unit
+  const int32_t* rows;      // [V] key rows of the span
+  const int32_t* span_ptr;  // [U + 1] spans span_ptr[u]:span_ptr[u + 1] belong to unit u
+  const int32_t* need_ptr;  // [U + 1] intervals of `needs` of each unit
+  const Interval*
+      needs;          // [I] spans that the unit's queries see; rising and disjoint within a unit
+  int32_t num_units;  // U
+  int32_t num_spans;  // V
+  int32_t num_ranks;  // R
+  int32_t ranks_per_node;  // R / D; a multiple of it is R
 
   int32_t num_nodes() const { return num_ranks / ranks_per_node; }
   int32_t node(int32_t rank) const { return rank / ranks_per_node; }
@@ -35,8 +37,8 @@ struct Problem {
 
 // What each rank and node has to move, in key rows, and what each rank computes.
 struct Loads {
-  // [2 R + 2 D]: rows that each rank receives, rows that it sends (once per receiver), distinct rows that
-  // enter each node, distinct rows that leave it (once per receiving node).
+  // [2 R + 2 D]: rows that each rank receives, rows that it sends (once per receiver), distinct
+  // rows that enter each node, distinct rows that leave it (once per receiving node).
   std::vector<int64_t> rows;
   std::vector<int64_t> area;  // [R]
 };
@@ -66,7 +68,8 @@ struct RefineOptions {
   double temperature;  // rise of the potential that is accepted at first; falls linearly to 0
 };
 
-// Gives every unit of `order` (all U of them) to a rank; writes owner [U]. False when a unit finds no room.
+// Gives every unit of `order` (all U of them) to a rank; writes owner [U]. False when a unit finds
+// no room.
 bool Greedy(const Problem& problem, const int32_t* order, const Capacity& capacity,
             const GreedyWeights& weights, int32_t* owner);
 

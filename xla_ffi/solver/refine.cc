@@ -1,7 +1,9 @@
-// Exchanges of two units, drawn at random with a fixed seed and accepted when they lower a potential.
+// Exchanges of two units, drawn at random with a fixed seed and accepted when they lower a
+// potential.
 //
-// The potential of a load is its eighth power relative to the largest load, so that the worst ranks count
-// most and the others still lead the way. It is kept in fixed point: sums do not depend on their order.
+// The potential of a load is its eighth power relative to the largest load, so that the worst ranks
+// count most and the others still lead the way. It is kept in fixed point: sums do not depend on
+// their order.
 
 #include <algorithm>
 #include <cstdlib>
@@ -16,7 +18,8 @@ namespace {
 constexpr double kFixedPoint = 4294967296.0;  // 2**32
 constexpr double kLargest = 4.0;              // relative load beyond which the potential is flat
 constexpr double kAreaSlope = 300.0, kAreaCurve = 30000.0;
-constexpr int64_t kHopeless = int64_t{4} << 32;  // rise of the area penalty that no volume makes up for
+constexpr int64_t kHopeless = int64_t{4}
+                              << 32;  // rise of the area penalty that no volume makes up for
 constexpr int64_t kRescalePeriod = 2048;
 constexpr int32_t kTournament = 3;
 
@@ -38,10 +41,18 @@ class SplitMix64 {
 class Search {
  public:
   Search(const Problem& problem, const RefineOptions& options, const int32_t* owner)
-      : p_(problem), options_(options), placement_(problem, owner), random_(options.seed),
-        weight_(placement_.loads().size()), potential_(placement_.loads().size()),
-        penalty_(problem.num_ranks), units_(problem.num_ranks), slot_(problem.num_units),
-        spares_(problem.num_ranks, 0), by_area_(problem.num_units), area_place_(problem.num_units) {
+      : p_(problem),
+        options_(options),
+        placement_(problem, owner),
+        random_(options.seed),
+        weight_(placement_.loads().size()),
+        potential_(placement_.loads().size()),
+        penalty_(problem.num_ranks),
+        units_(problem.num_ranks),
+        slot_(problem.num_units),
+        spares_(problem.num_ranks, 0),
+        by_area_(problem.num_units),
+        area_place_(problem.num_units) {
     const int64_t total = std::accumulate(p_.area, p_.area + p_.num_units, int64_t{0});
     inverse_mean_ = 1.0 / std::max<double>(static_cast<double>(total) / p_.num_ranks, 1.0);
     for (int32_t u = 0; u < p_.num_units; ++u) {
@@ -169,14 +180,14 @@ class Search {
   Placement placement_;
   SplitMix64 random_;
   double inverse_mean_;
-  std::vector<double> weight_;                // [2 R + 2 D] one over the largest load of the kind
-  std::vector<int64_t> potential_;            // [2 R + 2 D]
-  std::vector<int64_t> penalty_;              // [R]
-  std::vector<std::vector<int32_t>> units_;   // [R] units of each rank
-  std::vector<int32_t> slot_;                 // [U] place of the unit in its rank's list
-  std::vector<int32_t> spares_;               // [R]
-  std::vector<int32_t> by_area_;              // [U] units by falling area
-  std::vector<int32_t> area_place_;           // [U] its inverse
+  std::vector<double> weight_;               // [2 R + 2 D] one over the largest load of the kind
+  std::vector<int64_t> potential_;           // [2 R + 2 D]
+  std::vector<int64_t> penalty_;             // [R]
+  std::vector<std::vector<int32_t>> units_;  // [R] units of each rank
+  std::vector<int32_t> slot_;                // [U] place of the unit in its rank's list
+  std::vector<int32_t> spares_;              // [R]
+  std::vector<int32_t> by_area_;             // [U] units by falling area
+  std::vector<int32_t> area_place_;          // [U] its inverse
 };
 
 }  // namespace

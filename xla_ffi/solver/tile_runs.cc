@@ -2,14 +2,16 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 namespace magi_jax::solver {
 namespace {
 
 // What one slice shows to the rows of one tile.
 struct Piece {
-  int64_t begin, end;            // visible keys
-  int64_t full_begin, full_end;  // keys that all rows of the tile see; empty when full_begin >= full_end
+  int64_t begin, end;  // visible keys
+  int64_t full_begin,
+      full_end;  // keys that all rows of the tile see; empty when full_begin >= full_end
   int64_t area;
   int32_t id;
 };
@@ -39,7 +41,8 @@ BandSlice ClipQueries(BandSlice s, int64_t q_start, int64_t q_end) {
   return s;
 }
 
-Piece PieceOf(const BandSlice& slice, int32_t id, int64_t tile_start, int64_t tile_end, int64_t rows_end) {
+Piece PieceOf(const BandSlice& slice, int32_t id, int64_t tile_start, int64_t tile_end,
+              int64_t rows_end) {
   const BandSlice cut = ClipQueries(slice, tile_start, tile_end);
   Piece piece = {cut.k_start, cut.k_end, 0, 0, Area(cut), id};
   if (cut.q_start == tile_start && cut.q_end == rows_end) {
@@ -62,7 +65,8 @@ void SetFullInterval(const std::vector<Piece>& pieces, size_t first, size_t last
   for (size_t i = 0; i < full->size();) {
     const int64_t begin = (*full)[i].first;
     int64_t end = (*full)[i].second;
-    for (++i; i < full->size() && (*full)[i].first <= end; ++i) end = std::max(end, (*full)[i].second);
+    for (++i; i < full->size() && (*full)[i].first <= end; ++i)
+      end = std::max(end, (*full)[i].second);
     if (end - begin < best) continue;
     best = end - begin;
     run->full_begin = static_cast<int32_t>(begin);
@@ -70,19 +74,32 @@ void SetFullInterval(const std::vector<Piece>& pieces, size_t first, size_t last
   }
 }
 
+// Stable. Tiles have few pieces as a rule, and std::stable_sort asks for memory even then.
+void SortByBegin(std::vector<Piece>* pieces) {
+  const auto before = [](const Piece& a, const Piece& b) { return a.begin < b.begin; };
+  if (pieces->size() > 32) {
+    std::stable_sort(pieces->begin(), pieces->end(), before);
+    return;
+  }
+  for (size_t i = 1; i < pieces->size(); ++i)
+    for (size_t j = i; j > 0 && before((*pieces)[j], (*pieces)[j - 1]); --j)
+      std::swap((*pieces)[j], (*pieces)[j - 1]);
+}
+
 // Appends the runs of one tile, whose pieces are sorted by begin; ids are counted from `id_base`.
-void AppendRuns(const std::vector<Piece>& pieces, size_t id_base, TileWalks* walks) {
-  std::vector<std::pair<int64_t, int64_t>> full;
+void AppendRuns(const std::vector<Piece>& pieces, size_t id_base,
+                std::vector<std::pair<int64_t, int64_t>>* full, TileWalks* walks) {
   for (size_t first = 0; first < pieces.size();) {
     int64_t end = pieces[first].end;
     size_t last = first + 1;
-    for (; last < pieces.size() && pieces[last].begin <= end; ++last) end = std::max(end, pieces[last].end);
+    for (; last < pieces.size() && pieces[last].begin <= end; ++last)
+      end = std::max(end, pieces[last].end);
     TileRun run = {};
     run.begin = static_cast<int32_t>(pieces[first].begin);
     run.end = static_cast<int32_t>(end);
     run.ids_begin = static_cast<int32_t>(walks->ids.size() - id_base);
     run.ids_end = static_cast<int32_t>(run.ids_begin + (last - first));
-    SetFullInterval(pieces, first, last, &full, &run);
+    SetFullInterval(pieces, first, last, full, &run);
     for (size_t i = first; i < last; ++i) walks->ids.push_back(pieces[i].id);
     walks->runs.push_back(run);
     first = last;
@@ -98,6 +115,7 @@ TileWalks WalkTiles(const BandSlice* slices, const std::vector<int64_t>& begin, 
   walks.num_tiles = std::max<int64_t>((length + tile_size - 1) / tile_size, 1);
   std::vector<std::vector<Piece>> tiles(walks.num_tiles);
   std::vector<int64_t> work(walks.num_tiles);
+  std::vector<std::pair<int64_t, int64_t>> full;
   for (size_t part = 0; part < num_parts; ++part) {
     for (std::vector<Piece>& pieces : tiles) pieces.clear();
     for (int64_t i = begin[part]; i < begin[part + 1]; ++i) {
@@ -111,12 +129,11 @@ TileWalks WalkTiles(const BandSlice* slices, const std::vector<int64_t>& begin, 
     walks.ids_before.push_back(walks.ids.size());
     for (int64_t t = 0; t < walks.num_tiles; ++t) {
       std::vector<Piece>& pieces = tiles[t];
-      std::stable_sort(pieces.begin(), pieces.end(),
-                       [](const Piece& a, const Piece& b) { return a.begin < b.begin; });
+      SortByBegin(&pieces);
       work[t] = 0;
       for (const Piece& piece : pieces) work[t] += piece.area;
       walks.ptr.push_back(static_cast<int32_t>(walks.runs.size() - walks.runs_before.back()));
-      AppendRuns(pieces, walks.ids_before.back(), &walks);
+      AppendRuns(pieces, walks.ids_before.back(), &full, &walks);
     }
     walks.ptr.push_back(static_cast<int32_t>(walks.runs.size() - walks.runs_before.back()));
     const size_t at = walks.order.size();

@@ -1,4 +1,5 @@
-// The walk of query tiles along keys that attention kernels read: magi_jax/solver/slice_table.py in C++.
+// The walk of query tiles along keys that attention kernels read: magi_jax/solver/slice_table.py in
+// C++.
 
 #ifndef MAGI_JAX_XLA_FFI_SOLVER_TILE_RUNS_H_
 #define MAGI_JAX_XLA_FFI_SOLVER_TILE_RUNS_H_
