@@ -14,15 +14,10 @@ if TYPE_CHECKING:
     from magi_jax.comm import group_cast, group_reduce
     from magi_jax.masks import AttnMask, AttnSlice, MaskType
     from magi_jax.ops import dot_product_attention, flex_flash_attention
-    from magi_jax.parallel import DistOptions, dispatch, dist_attention, roll, undispatch
-    from magi_jax.plan import (
-        AttentionPlan,
-        PlanConfig,
-        PlanSpec,
-        make_plan,
-        slice_table,
-        stack_plans,
-    )
+    from magi_jax.parallel import DistOptions, dispatch, roll, undispatch
+    from magi_jax.parallel.dist_attention import dist_attention
+    from magi_jax.plan import AttentionPlan, PlanConfig, PlanSpec, make_plan, stack_plans
+    from magi_jax.plan.slice_table import slice_table
 
 __version__ = "0.1.0"
 

@@ -134,7 +134,8 @@ def pack(
     while fresh := list(itertools.islice(pieces, window)):
         pool = waiting + [piece for piece in fresh if len(piece)]
         waiting = []
-        for group in assign(map(len, pool), seq_len, method=method):
+        # In the order in which their first documents came, lest all long documents come together.
+        for group in sorted(assign(map(len, pool), seq_len, method=method), key=min):
             members = [pool[index] for index in group]
             if 2 * sum(map(len, members)) < seq_len:
                 waiting += members

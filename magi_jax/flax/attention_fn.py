@@ -1,7 +1,7 @@
 """Adapters from a plan or a mask to the ``attention_fn`` that Flax's attention modules call."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -45,8 +45,10 @@ def attention_fn(
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         if isinstance(plan, AttnMask):
-            return flex_flash_attention(query, key, value, plan, return_residual=False, **options)
-        return dist_attention(query, key, value, plan, axis_name=axis_name, mesh=mesh, **options)
+            out = flex_flash_attention(query, key, value, plan, return_residual=False, **options)
+        else:
+            out = dist_attention(query, key, value, plan, axis_name, mesh=mesh, **options)
+        return cast(jax.Array, out)
 
     # The names are those that Flax passes by keyword; linen passes only those that it finds here.
     def attention(
