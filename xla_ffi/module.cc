@@ -53,7 +53,8 @@ py::dict BuildInfo() {
 #ifdef MAGI_JAX_WITH_CUDA
 // (description, refusal), one of them empty. Extents and dtypes as in `Problem`, dtypes by name.
 py::tuple ChooseCudaKernel(const std::string& path, bool backward, const std::string& dtype,
-                           const std::string& out_dtype, const std::vector<int32_t>& extents) {
+                           const std::string& out_dtype, const std::vector<int32_t>& extents,
+                           float logits_soft_cap) {
   const auto decode = [](const std::string& name) {
     if (name == "float32") return DType::kF32;
     if (name == "float16") return DType::kF16;
@@ -69,9 +70,10 @@ py::tuple ChooseCudaKernel(const std::string& path, bool backward, const std::st
   problem.head_dim = extents[4];
   problem.v_head_dim = extents[5];
   problem.tile_size = extents[6];
+  problem.logits_soft_cap = logits_soft_cap;
   problem.dtype = decode(dtype);
-  const KernelChoice choice =
-      backward ? ChooseBackward(path, problem) : ChooseForward(path, problem, decode(out_dtype));
+  const KernelChoice choice = backward ? ChooseBackward(path, problem, decode(out_dtype))
+                                       : ChooseForward(path, problem, decode(out_dtype));
   return py::make_tuple(choice.description, choice.refusal);
 }
 #endif

@@ -1,7 +1,8 @@
 """Attention on NVIDIA GPUs: custom calls to the CUDA kernels of ``xla_ffi/kernels/sm80`` and ``sm90``.
 
-Path ``sm80`` runs on every GPU from compute capability 8.0 on, forward and backward. Path ``sm90`` is for
-compute capability 9.0 and has a forward only: an implementation pairs it with the backward of ``sm80``.
+Path ``sm80`` runs on every GPU from compute capability 8.0 on. Path ``sm90`` is for compute capability 9.0
+and supports fewer cases; an implementation lists ``sm80`` behind it for the others. The backward of ``sm90``
+adds up dQ in no fixed order: ask for deterministic results to get that of ``sm80``.
 `CudaImplementation.describe` tells which kernels and tiles a call gets.
 """
 
@@ -20,13 +21,15 @@ from magi_jax.plan import SliceTable
 # Scratch results of the paths that need them: a counter with which thread blocks share out tiles.
 _FORWARD_SCRATCH = {"sm80": (), "sm90": (((1,), np.int32),)}
 
+_STAT_TILE, _STAT_PADDING = 32, 64  # of `StatRows` in xla_ffi/kernels/sm90/backward_stats.cuh
+
 _LOWEST_CAPABILITY = (8, 0)
 _ONLY_CAPABILITY = {"sm90": (9, 0)}
 
 
 @dataclass(frozen=True)
 class CudaImplementation(base.Implementation):
-    """bfloat16 and float16 kernels with float32 arithmetic. All sums have a fixed order.
+    """bfloat16 and float16 kernels with float32 arithmetic.
 
     Attributes:
         label: its name.
@@ -46,8 +49,8 @@ class CudaImplementation(base.Implementation):
 
     @property
     def is_deterministic(self) -> bool:
-        """True: neither direction uses atomics."""
-        return True
+        """Whether all sums have a fixed order, as those of all kernels but the backward of ``sm90`` have."""
+        return "sm90" not in self.backward_paths
 
     def forward(
         self,
@@ -74,7 +77,7 @@ class CudaImplementation(base.Implementation):
             target, dtype = ffi.FORWARD_ACCUMULATE, jnp.dtype(jnp.float32)
             operands = mesh.unify_varying(q, k, v, *walk, *accumulate)
             aliases = {len(operands) - 2: 0, len(operands) - 1: 1}
-        path, _ = self._choose("forward", q, k, v, table, dtype)
+        path, _ = self._choose("forward", q, k, v, table, dtype, logits_soft_cap)
         results = (
             mesh.result_type((*q.shape[:2], v.shape[2]), dtype, operands[0]),
             mesh.result_type(q.shape[:2], jnp.float32, operands[0]),
@@ -105,7 +108,7 @@ class CudaImplementation(base.Implementation):
             dout, q, k, v, lse, delta, table.slices, *table.by_query, *table.by_key
         )
         dkv_dtype = base.result_dtype(dkv_dtype, k, "dkv_dtype")
-        path, _ = self._choose("backward", q, k, v, table, dkv_dtype)
+        path, _ = self._choose("backward", q, k, v, table, dkv_dtype, logits_soft_cap)
         results = (
             mesh.result_type(q.shape, jnp.float32, operands[0]),
             mesh.result_type(k.shape, dkv_dtype, operands[0]),
@@ -115,7 +118,9 @@ class CudaImplementation(base.Implementation):
         dq, dk, dv = call(*operands, **_attributes(table, scale, logits_soft_cap))
         return dq, dk, dv
 
-    def describe(self, q: Any, k: Any, v: Any, table: SliceTable) -> str:
+    def describe(
+        self, q: Any, k: Any, v: Any, table: SliceTable, logits_soft_cap: float = 0.0
+    ) -> str:
         """Kernels and tiles that serve operands like these, a line for each direction.
 
         Args:
@@ -123,15 +128,19 @@ class CudaImplementation(base.Implementation):
             k: ``[S, K, H]``.
             v: ``[S, K, Hv]``.
             table: the mask.
+            logits_soft_cap: 0 for none.
 
         Raises:
             NotImplementedError: there are none; the reasons are named.
         """
         directions = ("forward", "backward")
-        lines = [self._choose(direction, q, k, v, table, q.dtype)[1] for direction in directions]
+        case = (q, k, v, table, q.dtype, logits_soft_cap)
+        lines = [self._choose(direction, *case)[1] for direction in directions]
         return "\n".join(lines)
 
-    def _choose(self, direction: str, q, k, v, table, result_dtype) -> tuple[str, str]:
+    def _choose(
+        self, direction: str, q, k, v, table, result_dtype, logits_soft_cap
+    ) -> tuple[str, str]:
         """The path that serves a call, and its description."""
         module = ffi.load()
         if not module.build_info()["cuda"]:
@@ -144,7 +153,9 @@ class CudaImplementation(base.Implementation):
         dtypes = (jnp.dtype(q.dtype).name, jnp.dtype(result_dtype).name)
         reasons = []
         for path in self.backward_paths if backward else self.forward_paths:
-            description, refusal = module.choose_cuda_kernel(path, backward, *dtypes, extents)
+            description, refusal = module.choose_cuda_kernel(
+                path, backward, *dtypes, extents, logits_soft_cap
+            )
             refusal = refusal or _device_refusal(path)
             if not refusal:
                 return path, description
@@ -153,14 +164,15 @@ class CudaImplementation(base.Implementation):
 
 
 SM80 = CudaImplementation("sm80", ("sm80",), ("sm80",))
-SM90 = CudaImplementation("sm90", ("sm90",), ("sm80",))
+SM90 = CudaImplementation("sm90", ("sm90",), ("sm90", "sm80"))
 
 
-def for_capability(capability: tuple[int, int]) -> CudaImplementation:
+def for_capability(capability: tuple[int, int], deterministic: bool = False) -> CudaImplementation:
     """The best kernels for a device: on Hopper those of sm90 where there are any, else sm80.
 
     Args:
         capability: compute capability, such as ``(9, 0)``.
+        deterministic: leave out kernels whose sums have no fixed order.
 
     Raises:
         NotImplementedError: the device is older than any kernel.
@@ -168,7 +180,7 @@ def for_capability(capability: tuple[int, int]) -> CudaImplementation:
     paths = tuple(path for path in ("sm90", "sm80") if refusal(path, capability) is None)
     if not paths:
         raise NotImplementedError(refusal("sm80", capability))
-    return CudaImplementation("cuda", paths, ("sm80",))
+    return CudaImplementation("cuda", paths, ("sm80",) if deterministic else paths)
 
 
 def refusal(path: str, capability: tuple[int, int]) -> str | None:
@@ -192,6 +204,14 @@ def _device_refusal(path: str) -> str | None:
     if jax.default_backend() != "gpu":
         return None
     return refusal(path, device_capability())
+
+
+def _backward_scratch(path: str, q: jax.Array) -> tuple[tuple[tuple[int], type], ...]:
+    """Scratch results of a backward: a work counter and, by head, lse and delta of padded length."""
+    if path != "sm90":
+        return ()
+    rows = -(-q.shape[0] // _STAT_TILE) * _STAT_TILE + _STAT_PADDING
+    return (((32 + 2 * q.shape[1] * rows,), np.float32),)
 
 
 def _dotted(capability: tuple[int, int]) -> str:

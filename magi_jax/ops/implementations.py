@@ -23,8 +23,14 @@ def implementations() -> tuple[str, ...]:
     return tuple(_BY_NAME)
 
 
-def get_implementation(implementation: str | Implementation | None = None) -> Implementation:
+def get_implementation(
+    implementation: str | Implementation | None = None, deterministic: bool = False
+) -> Implementation:
     """The implementation of a name, the one for the default backend, or the given one itself.
+
+    Args:
+        implementation: a name, an implementation, or None to choose by platform.
+        deterministic: where it is chosen by platform, choose one with equal bits for equal inputs.
 
     Raises:
         ValueError: there is no implementation of that name.
@@ -35,7 +41,7 @@ def get_implementation(implementation: str | Implementation | None = None) -> Im
     if implementation is None:
         platform = jax.default_backend()
         if platform == "gpu":
-            return cuda.for_capability(cuda.device_capability())
+            return cuda.for_capability(cuda.device_capability(), deterministic)
         if platform not in _BY_PLATFORM:
             raise NotImplementedError(
                 f"no implementation is chosen by itself on platform {platform!r}; pass one of"

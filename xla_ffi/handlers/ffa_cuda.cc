@@ -13,6 +13,7 @@
 #include "xla_ffi/common/registration.h"
 #include "xla_ffi/kernels/sm80/kernels.h"
 #ifdef MAGI_JAX_WITH_SM90
+#include "xla_ffi/kernels/sm90/backward.h"
 #include "xla_ffi/kernels/sm90/forward.h"
 #endif
 
@@ -27,6 +28,7 @@ struct Sm80 {
   static std::string Refuse(const ForwardParams& params) { return sm80::Refuse(params.problem); }
   static std::string Refuse(const BackwardParams& params) { return sm80::Refuse(params.problem); }
   static size_t ForwardScratchBytes(const Problem&) { return 0; }
+  static size_t BackwardScratchBytes(const Problem&) { return 0; }
   static cudaError_t Run(const ForwardParams& params, void*, cudaStream_t stream) {
     return sm80::Forward(params, stream);
   }
@@ -44,8 +46,18 @@ struct Sm90 {
   static size_t ForwardScratchBytes(const Problem& problem) {
     return sm90::ForwardScratchBytes(problem);
   }
+  static std::string Refuse(const BackwardParams& params) {
+    const char* reason = sm90::RefuseBackward(params);
+    return reason == nullptr ? "" : reason;
+  }
+  static size_t BackwardScratchBytes(const Problem& problem) {
+    return sm90::BackwardScratchBytes(problem);
+  }
   static cudaError_t Run(const ForwardParams& params, void* scratch, cudaStream_t stream) {
     return sm90::Forward(params, scratch, stream);
+  }
+  static cudaError_t Run(const BackwardParams& params, cudaStream_t stream) {
+    return sm90::Backward(params, stream);
   }
 };
 #endif
@@ -101,24 +113,31 @@ ffi::Error DecodeForward(Operand q, Operand k, Operand v, Operand slices,
   return ffi::Error::Success();
 }
 
-template <class Path>
-ffi::Error RunForward(const ForwardParams& params, ffi::RemainingRets scratch,
-                      cudaStream_t stream) {
-  const std::string reason = Path::Refuse(params);
-  if (!reason.empty()) return InvalidArgument(reason);
-  const size_t bytes = Path::ForwardScratchBytes(params.problem);
-  void* memory = nullptr;
-  if (bytes > 0) {
-    if (scratch.size() != 1) return InvalidArgument("one scratch result is needed after lse");
-    auto buffer = scratch.get<Operand>(0);
-    if (buffer.has_error()) return buffer.error();
-    if ((*buffer)->size_bytes() < bytes)
-      return InvalidArgument("scratch has " + std::to_string((*buffer)->size_bytes()) + " bytes, " +
-                             std::to_string(bytes) + " are needed");
-    memory = (*buffer)->untyped_data();
-  } else if (scratch.size() != 0) {
+// The scratch that a path asked for: one further result after `last`, or none.
+ffi::Error TakeScratch(ffi::RemainingRets scratch, const char* last, size_t bytes, void** memory) {
+  if (bytes == 0) {
+    if (scratch.size() == 0) return ffi::Error::Success();
     return InvalidArgument("this path takes no scratch, but further results were given");
   }
+  if (scratch.size() != 1)
+    return InvalidArgument("one scratch result is needed after " + std::string(last));
+  auto buffer = scratch.get<Operand>(0);
+  if (buffer.has_error()) return buffer.error();
+  if ((*buffer)->size_bytes() < bytes)
+    return InvalidArgument("scratch has " + std::to_string((*buffer)->size_bytes()) + " bytes, " +
+                           std::to_string(bytes) + " are needed");
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("scratch", **buffer));
+  *memory = (*buffer)->untyped_data();
+  return ffi::Error::Success();
+}
+
+template <class Path>
+ffi::Error RunForward(const ForwardParams& params, ffi::RemainingRets scratch, cudaStream_t stream) {
+  const std::string reason = Path::Refuse(params);
+  if (!reason.empty()) return InvalidArgument(reason);
+  void* memory = nullptr;
+  MAGI_JAX_RETURN_IF_ERROR(
+      TakeScratch(scratch, "lse", Path::ForwardScratchBytes(params.problem), &memory));
   return LaunchError(Path::Run(params, memory, stream));
 }
 
@@ -213,8 +232,8 @@ template <class Path>
 ffi::Error Backward(cudaStream_t stream, Operand dout, Operand q, Operand k, Operand v, Operand lse,
                     Operand delta, Operand slices, Operand q_ptr, Operand q_runs, Operand q_ids,
                     Operand q_order, Operand k_ptr, Operand k_runs, Operand k_ids, Operand k_order,
-                    Result dq, Result dk, Result dv, float scale, float logits_soft_cap,
-                    int32_t tile_size) {
+                    Result dq, Result dk, Result dv, ffi::RemainingRets scratch, float scale,
+                    float logits_soft_cap, int32_t tile_size) {
   BackwardParams params = {};
   Problem& problem = params.problem;
   MAGI_JAX_RETURN_IF_ERROR(
@@ -226,6 +245,8 @@ ffi::Error Backward(cudaStream_t stream, Operand dout, Operand q, Operand k, Ope
   MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(k, *dq, *dk, *dv, &params));
   const std::string reason = Path::Refuse(params);
   if (!reason.empty()) return InvalidArgument(reason);
+  MAGI_JAX_RETURN_IF_ERROR(
+      TakeScratch(scratch, "dv", Path::BackwardScratchBytes(problem), &params.scratch));
   return LaunchError(Path::Run(params, stream));
 }
 
@@ -284,7 +305,8 @@ auto BindBackward() {
                                                 .Arg<Operand>()))  // slices
                             .Ret<Operand>()                        // dq
                             .Ret<Operand>()                        // dk
-                            .Ret<Operand>());                      // dv
+                            .Ret<Operand>()                        // dv
+                            .RemainingRets());
 }
 
 constexpr auto kRecordable = {ffi::Traits::kCmdBufferCompatible};
@@ -299,6 +321,7 @@ XLA_FFI_DEFINE_HANDLER(kFfaBackwardSm80, Backward<Sm80>, BindBackward(), kRecord
 XLA_FFI_DEFINE_HANDLER(kFfaForwardSm90, Forward<Sm90>, BindForward(), kRecordable);
 XLA_FFI_DEFINE_HANDLER(kFfaForwardAccumulateSm90, ForwardAccumulate<Sm90>, BindForwardAccumulate(),
                        kRecordable);
+XLA_FFI_DEFINE_HANDLER(kFfaBackwardSm90, Backward<Sm90>, BindBackward(), kRecordable);
 #endif
 
 std::vector<Registration> CudaRegistrations() {
@@ -309,6 +332,7 @@ std::vector<Registration> CudaRegistrations() {
 #ifdef MAGI_JAX_WITH_SM90
       {"magi_jax_ffa_forward_sm90", "CUDA", kFfaForwardSm90},
       {"magi_jax_ffa_forward_accumulate_sm90", "CUDA", kFfaForwardAccumulateSm90},
+      {"magi_jax_ffa_backward_sm90", "CUDA", kFfaBackwardSm90},
 #endif
   };
 }

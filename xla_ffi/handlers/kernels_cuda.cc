@@ -2,6 +2,7 @@
 
 #include "xla_ffi/kernels/sm80/kernels.h"
 #ifdef MAGI_JAX_WITH_SM90
+#include "xla_ffi/kernels/sm90/backward.h"
 #include "xla_ffi/kernels/sm90/forward.h"
 #endif
 
@@ -37,10 +38,25 @@ KernelChoice ChooseForward(const std::string& path, const Problem& problem, DTyp
   return NoPath(path, "forward");
 }
 
-KernelChoice ChooseBackward(const std::string& path, const Problem& problem) {
-  if (path != "sm80") return NoPath(path, "backward");
-  const std::string reason = sm80::Refuse(problem);
-  return reason.empty() ? KernelChoice{sm80::DescribeBackward(problem), ""} : Refused(reason);
+KernelChoice ChooseBackward(const std::string& path, const Problem& problem, DType dkv_dtype) {
+  if (path == "sm80") {
+    const std::string reason = sm80::Refuse(problem);
+    return reason.empty() ? KernelChoice{sm80::DescribeBackward(problem), ""} : Refused(reason);
+  }
+#ifdef MAGI_JAX_WITH_SM90
+  if (path == "sm90") {
+    BackwardParams params = {};
+    params.problem = problem;
+    params.dkv_dtype = dkv_dtype;
+    const char* reason = sm90::RefuseBackward(params);
+    if (reason != nullptr) return Refused(reason);
+    char text[256];
+    sm90::DescribeBackward(problem, text, sizeof(text));
+    return {text, ""};
+  }
+#endif
+  (void)dkv_dtype;
+  return NoPath(path, "backward");
 }
 
 }  // namespace magi_jax

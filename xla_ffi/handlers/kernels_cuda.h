@@ -15,10 +15,10 @@ struct KernelChoice {
   std::string refusal;      // why not, and what would be accepted; empty when it runs
 };
 
-// `path` is "sm80" or "sm90". Only dtype, head counts, head dims, lengths and tile size are looked
-// at.
+// `path` is "sm80" or "sm90". Only dtypes, head counts, head dims, lengths, tile size and
+// logits_soft_cap are looked at.
 KernelChoice ChooseForward(const std::string& path, const Problem& problem, DType out_dtype);
-KernelChoice ChooseBackward(const std::string& path, const Problem& problem);
+KernelChoice ChooseBackward(const std::string& path, const Problem& problem, DType dkv_dtype);
 
 }  // namespace magi_jax
 
