@@ -87,12 +87,30 @@ def test_tile_sizes(tile_size, implementation, rng):
     problem.check_against_oracle(inputs, mask, implementation, table=table)
 
 
-def test_many_tiles_and_heads(rng):
-    """Several blocks per run, full intervals in the middle, and both ways to share out the backward."""
+@pytest.mark.parametrize(("num_heads", "kv_heads"), [(4, 1), (16, 16)])
+def test_many_tiles_and_heads(num_heads, kv_heads, rng):
+    """Several blocks per run, full intervals in the middle. The CPU's backward walks once when there is
+    a kv head for each of its threads (16 in tests), and twice otherwise.
+    """
     mask = masks.varlen([700, 3, 330], causal=True) | masks.global_rows(1033, rows=(900, 1033))
-    for heads in (problem.Heads(4, 4, 16, 16), problem.Heads(4, 1, 16, 16)):
-        inputs = problem.tensors(rng, heads, q_len=mask.q_len, k_len=mask.k_len)
-        problem.check_against_oracle(inputs, mask, "cpu", table=slice_table(mask))
+    heads = problem.Heads(num_heads, kv_heads, 16, 16)
+    inputs = problem.tensors(rng, heads, q_len=mask.q_len, k_len=mask.k_len)
+    problem.check_against_oracle(inputs, mask, "cpu", table=slice_table(mask))
+
+
+@pytest.mark.parametrize("name", problem.all_masks())
+def test_every_mask_in_one_walk(name, rng):
+    """A kv head for each thread, and two query heads for each of them."""
+    inputs = problem.tensors(rng, problem.Heads(32, 16, 20, 8))
+    problem.check_against_oracle(inputs, problem.all_masks()[name], "cpu")
+
+
+def test_hidden_keys_do_not_leak_in_one_walk(rng):
+    q, k, v, dout, dlse = (np.array(x) for x in problem.tensors(rng, problem.Heads(16, 16, 16, 16)))
+    k[100:] = np.nan
+    table = problem.table_of(problem.all_masks()["causal"])
+    _, (dq, _, _, _) = problem.run(q, k, v, dout, dlse, table, implementation="cpu")
+    assert np.isfinite(dq[:100]).all()
 
 
 def test_large_logits(implementation, rng):

@@ -93,15 +93,16 @@ ffi::Error DecodeProblem(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   MAGI_JAX_RETURN_IF_ERROR(CheckShape("v", v, {k_len, num_kv_heads, v_head_dim}));
   for (int64_t extent : {q_len, k_len, num_heads, num_kv_heads, head_dim, v_head_dim}) {
     if (extent > kMaxExtent) {
-      return InvalidArgument("an extent of " + std::to_string(extent) + " does not fit in 30 bits: q " +
-                             DescribeShape(q) + ", k " + DescribeShape(k) + ", v " + DescribeShape(v));
+      return InvalidArgument("an extent of " + std::to_string(extent) +
+                             " does not fit in 30 bits: q " + DescribeShape(q) + ", k " +
+                             DescribeShape(k) + ", v " + DescribeShape(v));
     }
   }
   if (num_heads < 1 || num_kv_heads < 1 || num_heads % num_kv_heads != 0) {
     return InvalidArgument("q has " + std::to_string(num_heads) +
                            " heads, which is not a positive multiple of the " +
-                           std::to_string(num_kv_heads) + " of k; got q " + DescribeShape(q) + ", k " +
-                           DescribeShape(k));
+                           std::to_string(num_kv_heads) + " of k; got q " + DescribeShape(q) +
+                           ", k " + DescribeShape(k));
   }
   if (head_dim < 1 || v_head_dim < 1) {
     return InvalidArgument("head dims must be positive; got q " + DescribeShape(q) + ", v " +

@@ -19,9 +19,9 @@ inline ffi::Error InvalidArgument(std::string message) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::move(message));
 }
 
-#define MAGI_JAX_RETURN_IF_ERROR(expression)            \
-  do {                                                  \
-    ::xla::ffi::Error magi_jax_error = (expression);    \
+#define MAGI_JAX_RETURN_IF_ERROR(expression)             \
+  do {                                                   \
+    ::xla::ffi::Error magi_jax_error = (expression);     \
     if (magi_jax_error.failure()) return magi_jax_error; \
   } while (false)
 

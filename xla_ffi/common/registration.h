@@ -1,5 +1,5 @@
-// What a handler needs to be registered with XLA. Every handler file lists its own targets; module.cc
-// hands the lists to Python.
+// What a handler needs to be registered with XLA. Every handler file lists its own targets;
+// module.cc hands the lists to Python.
 
 #ifndef MAGI_JAX_XLA_FFI_COMMON_REGISTRATION_H_
 #define MAGI_JAX_XLA_FFI_COMMON_REGISTRATION_H_

@@ -68,8 +68,8 @@ ffi::Error CheckSliceValues(const Slice* slices, int32_t num_slices, const Probl
                         s.d_min <= s.d_max && s.d_max <= k_len;
     if (!inside) {
       return InvalidArgument("slices[" + std::to_string(i) + "] is " + Describe(&s.q_start, 6) +
-                             ", which is no tight slice of " + std::to_string(q_len) + " queries and " +
-                             std::to_string(k_len) + " keys");
+                             ", which is no tight slice of " + std::to_string(q_len) +
+                             " queries and " + std::to_string(k_len) + " keys");
     }
   }
   return ffi::Error::Success();
@@ -79,14 +79,14 @@ ffi::Error CheckTileRunValues(const char* name, const TileRuns& table, TableExte
                               int32_t walk_len) {
   if (table.ptr[0] != 0 || table.ptr[table.num_tiles] > extents.num_runs) {
     return InvalidArgument(std::string(name) + ".ptr goes from " + std::to_string(table.ptr[0]) +
-                           " to " + std::to_string(table.ptr[table.num_tiles]) + ", but there are " +
-                           std::to_string(extents.num_runs) + " runs");
+                           " to " + std::to_string(table.ptr[table.num_tiles]) +
+                           ", but there are " + std::to_string(extents.num_runs) + " runs");
   }
   for (int32_t tile = 0; tile < table.num_tiles; ++tile) {
     const int32_t begin = table.ptr[tile], end = table.ptr[tile + 1];
     if (!IsInterval(begin, end, 0, extents.num_runs)) {
-      return InvalidArgument(std::string(name) + ".ptr falls from " + std::to_string(begin) + " to " +
-                             std::to_string(end) + " at tile " + std::to_string(tile));
+      return InvalidArgument(std::string(name) + ".ptr falls from " + std::to_string(begin) +
+                             " to " + std::to_string(end) + " at tile " + std::to_string(tile));
     }
     int32_t walked = 0;
     for (int32_t r = begin; r < end; ++r) {

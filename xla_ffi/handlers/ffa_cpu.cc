@@ -30,8 +30,9 @@ ffi::Error OutOfMemory(int64_t floats) {
 
 ffi::Error CheckTileSize(const Problem& problem) {
   if (problem.tile_size <= cpu::kMaxTileSize) return ffi::Error::Success();
-  return InvalidArgument("the CPU kernels take tiles of up to " + std::to_string(cpu::kMaxTileSize) +
-                         " rows, got tile_size " + std::to_string(problem.tile_size));
+  return InvalidArgument("the CPU kernels take tiles of up to " +
+                         std::to_string(cpu::kMaxTileSize) + " rows, got tile_size " +
+                         std::to_string(problem.tile_size));
 }
 
 TableExtents ExtentsOf(Operand slices, const TileRunsOperands& walk) {
@@ -59,9 +60,8 @@ ffi::Error DecodeForward(Operand q, Operand k, Operand v, const TableOperands& t
   }
   MAGI_JAX_RETURN_IF_ERROR(CheckSliceValues(
       params->slices, static_cast<int32_t>(table.slices.dimensions()[0]), problem));
-  MAGI_JAX_RETURN_IF_ERROR(CheckTileRunValues("by_query", params->by_query,
-                                              ExtentsOf(table.slices, table.by_query),
-                                              problem.k_len));
+  MAGI_JAX_RETURN_IF_ERROR(CheckTileRunValues(
+      "by_query", params->by_query, ExtentsOf(table.slices, table.by_query), problem.k_len));
   params->q = q.untyped_data();
   params->k = k.untyped_data();
   params->v = v.untyped_data();
@@ -95,14 +95,14 @@ ffi::Error Guarded(Body&& body) {
   }
 }
 
-ffi::Error Forward(ffi::ThreadPool pool, Operand q, Operand k, Operand v, Operand slices, Operand ptr,
-                   Operand runs, Operand ids, Operand order, Result out, Result lse, float scale,
-                   float logits_soft_cap, int32_t tile_size) {
+ffi::Error Forward(ffi::ThreadPool pool, Operand q, Operand k, Operand v, Operand slices,
+                   Operand ptr, Operand runs, Operand ids, Operand order, Result out, Result lse,
+                   float scale, float logits_soft_cap, int32_t tile_size) {
   return Guarded([&]() -> ffi::Error {
     ForwardParams params = {};
     const TableOperands table = {slices, {"by_query", ptr, runs, ids, order}};
-    MAGI_JAX_RETURN_IF_ERROR(DecodeForward(q, k, v, table, {scale, logits_soft_cap, tile_size}, out,
-                                           lse, &params));
+    MAGI_JAX_RETURN_IF_ERROR(
+        DecodeForward(q, k, v, table, {scale, logits_soft_cap, tile_size}, out, lse, &params));
     return RunForward(params, pool);
   });
 }
@@ -114,8 +114,8 @@ ffi::Error ForwardAccumulate(ffi::ThreadPool pool, Operand q, Operand k, Operand
   return Guarded([&]() -> ffi::Error {
     ForwardParams params = {};
     const TableOperands table = {slices, {"by_query", ptr, runs, ids, order}};
-    MAGI_JAX_RETURN_IF_ERROR(DecodeForward(q, k, v, table, {scale, logits_soft_cap, tile_size}, out,
-                                           lse, &params));
+    MAGI_JAX_RETURN_IF_ERROR(
+        DecodeForward(q, k, v, table, {scale, logits_soft_cap, tile_size}, out, lse, &params));
     const Problem& problem = params.problem;
     MAGI_JAX_RETURN_IF_ERROR(CheckF32("out", *out));
     MAGI_JAX_RETURN_IF_ERROR(CheckF32("out_in", out_in));
@@ -156,11 +156,10 @@ ffi::Error DecodeBackward(Operand dout, Operand q, Operand k, Operand v, Operand
       DecodeTileRuns(by_key, problem.k_len, problem.tile_size, &params->by_key));
   MAGI_JAX_RETURN_IF_ERROR(CheckSliceValues(
       params->slices, static_cast<int32_t>(table.slices.dimensions()[0]), problem));
-  MAGI_JAX_RETURN_IF_ERROR(CheckTileRunValues("by_query", params->by_query,
-                                              ExtentsOf(table.slices, table.by_query),
-                                              problem.k_len));
   MAGI_JAX_RETURN_IF_ERROR(CheckTileRunValues(
-      "by_key", params->by_key, ExtentsOf(table.slices, by_key), problem.q_len));
+      "by_query", params->by_query, ExtentsOf(table.slices, table.by_query), problem.k_len));
+  MAGI_JAX_RETURN_IF_ERROR(
+      CheckTileRunValues("by_key", params->by_key, ExtentsOf(table.slices, by_key), problem.q_len));
   params->dout = dout.untyped_data();
   params->q = q.untyped_data();
   params->k = k.untyped_data();
@@ -191,8 +190,8 @@ ffi::Error DecodeGradients(Operand k, Operand dq, Operand dk, Operand dv, Backwa
   return ffi::Error::Success();
 }
 
-// One walk does five products per block, but its threads divide kv heads among them; two walks do seven and
-// divide tiles. Both have a fixed order of sums.
+// One walk does five products per block, but its threads divide kv heads among them; two walks do
+// seven and divide tiles. Both have a fixed order of sums.
 bool OneWalkIsFaster(const Problem& problem, int64_t threads) {
   threads = std::max<int64_t>(threads, 1);
   const int64_t rounds = (problem.num_kv_heads + threads - 1) / threads;
@@ -235,11 +234,11 @@ bool RunTwoWalks(const BackwardParams& params, ffi::ThreadPool& pool, int64_t sc
   });
 }
 
-ffi::Error Backward(ffi::ThreadPool pool, Operand dout, Operand q, Operand k, Operand v, Operand lse,
-                    Operand delta, Operand slices, Operand q_ptr, Operand q_runs, Operand q_ids,
-                    Operand q_order, Operand k_ptr, Operand k_runs, Operand k_ids, Operand k_order,
-                    Result dq, Result dk, Result dv, float scale, float logits_soft_cap,
-                    int32_t tile_size) {
+ffi::Error Backward(ffi::ThreadPool pool, Operand dout, Operand q, Operand k, Operand v,
+                    Operand lse, Operand delta, Operand slices, Operand q_ptr, Operand q_runs,
+                    Operand q_ids, Operand q_order, Operand k_ptr, Operand k_runs, Operand k_ids,
+                    Operand k_order, Result dq, Result dk, Result dv, float scale,
+                    float logits_soft_cap, int32_t tile_size) {
   return Guarded([&]() -> ffi::Error {
     BackwardParams params = {};
     const TableOperands table = {slices, {"by_query", q_ptr, q_runs, q_ids, q_order}};

@@ -83,21 +83,22 @@ MAGI_JAX_INLINE int64_t RowOffset(const HeadRows& rows, int64_t row) {
   return (row * rows.heads + rows.head) * rows.dim;
 }
 
-// Stride of a row of `dim` floats in scratch. Whole panels; the odd number of cache lines keeps rows of a
-// power of two from meeting in the same cache sets.
+// Stride of a row of `dim` floats in scratch. Whole panels; the odd number of cache lines keeps
+// rows of a power of two from meeting in the same cache sets.
 MAGI_JAX_INLINE int32_t RowStride(int32_t dim) {
   const int32_t whole = RoundUp(dim, kPanel);
   return whole / 16 % 2 == 0 ? whole + 16 : whole;
 }
 
-// Copies rows [first, first + count) to `out` [count, RowStride(dim)], filling rows up with zeros. Returns
-// whether all values are finite.
+// Copies rows [first, first + count) to `out` [count, RowStride(dim)], filling rows up with zeros.
+// Returns whether all values are finite.
 static bool CopyRows(const HeadRows& source, int32_t first, int32_t count, float* out) {
   const int32_t dim = source.dim, stride = RowStride(dim), padded = RoundUp(dim, kPanel);
   uint32_t not_finite = 0;
   WithType(source.dtype, [&](auto tag) {
     for (int32_t r = 0; r < count; ++r) {
-      const auto* from = static_cast<const decltype(tag)*>(source.data) + RowOffset(source, first + r);
+      const auto* from =
+          static_cast<const decltype(tag)*>(source.data) + RowOffset(source, first + r);
       float* to = out + int64_t{r} * stride;
       for (int32_t i = 0; i < dim; ++i) {
         const float x = Widen(from[i]);
@@ -110,8 +111,8 @@ static bool CopyRows(const HeadRows& source, int32_t first, int32_t count, float
   return not_finite == 0;
 }
 
-// Transposes rows [first, first + count) into panels `out` [panels, dim, kPanel]; lanes past the last row
-// are zeros.
+// Transposes rows [first, first + count) into panels `out` [panels, dim, kPanel]; lanes past the
+// last row are zeros.
 static void CopyTransposed(const HeadRows& source, int32_t first, int32_t count, float* out) {
   const int32_t dim = source.dim;
   WithType(source.dtype, [&](auto tag) {
@@ -128,7 +129,8 @@ static void CopyTransposed(const HeadRows& source, int32_t first, int32_t count,
   });
 }
 
-// Writes panels [panels, dim, kPanel], each lane times its factor, to rows [first, first + count) of `out`.
+// Writes panels [panels, dim, kPanel], each lane times its factor, to rows [first, first + count)
+// of `out`.
 static void WriteTransposed(const float* panels, const float* factors, const HeadRows& rows,
                             int32_t first, int32_t count, void* out) {
   const int32_t dim = rows.dim;

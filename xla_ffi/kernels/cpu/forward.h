@@ -9,14 +9,14 @@
 namespace magi_jax::cpu::MAGI_JAX_ISA {
 
 struct ForwardScratch {
-  float* q;         // [panels, H, kPanel]
-  float* out;       // [panels, Hv, kPanel], not yet divided by sum
-  float* max;       // [panels, kPanel], base 2
-  float* sum;       // [panels, kPanel]
-  float* k;         // [kBlockRows, RowStride(H)]
-  float* v;         // [kBlockRows, RowStride(Hv)]
-  float* weights;   // [kBlockRows, kPanel]
-  int32_t* visible; // [kBlockRows, kPanel]
+  float* q;          // [panels, H, kPanel]
+  float* out;        // [panels, Hv, kPanel], not yet divided by sum
+  float* max;        // [panels, kPanel], base 2
+  float* sum;        // [panels, kPanel]
+  float* k;          // [kBlockRows, RowStride(H)]
+  float* v;          // [kBlockRows, RowStride(Hv)]
+  float* weights;    // [kBlockRows, kPanel]
+  int32_t* visible;  // [kBlockRows, kPanel]
 
   static ForwardScratch Carve(const Problem& problem, Arena& arena) {
     const int64_t lanes = int64_t{MaxPanels(problem)} * kPanel;
@@ -56,7 +56,8 @@ static void StartRows(const ForwardParams& params, const Tile& tile, int32_t hea
   }
 }
 
-// Turns raw products into softmax weights relative to the new maximum, and rescales what was summed before.
+// Turns raw products into softmax weights relative to the new maximum, and rescales what was summed
+// before.
 static void UpdateSoftmax(const Logits& logits, const int32_t* visible, int32_t rows, int32_t v_dim,
                           float* weights, float* max, float* sum, float* out) {
   Vec old_max[2], new_max[2], shift[2], total[2];
@@ -71,7 +72,8 @@ static void UpdateSoftmax(const Logits& logits, const int32_t* visible, int32_t 
     }
   }
   for (int j = 0; j < 2; ++j) {
-    // A lane that has seen nothing yet has the maximum -inf; any finite shift gives it weights of zero.
+    // A lane that has seen nothing yet has the maximum -inf; any finite shift gives it weights of
+    // zero.
     shift[j] = Select(new_max[j] == -kInfinity, Vec{}, new_max[j]);
     total[j] = Vec{};
   }
@@ -135,13 +137,13 @@ static void ForwardTile(const ForwardParams& params, int32_t tile_index, int32_t
 
   StartRows(params, tile, head, s);
   CopyTransposed(q, tile.rows.begin, tile.size(), s.q);
-  ForEachBlock<Lanes::kQueries>(
-      params.slices, params.by_query, tile_index, tile, [&](const Block& block) {
-        const int32_t rows = block.walk.end - block.walk.begin;
-        CopyRows(k, block.walk.begin, rows, s.k);
-        const bool v_is_finite = CopyRows(v, block.walk.begin, rows, s.v);
-        ForwardBlock(problem, logits, tile, block, v_is_finite, s);
-      });
+  ForEachBlock<Lanes::kQueries>(params.slices, params.by_query, tile_index, tile,
+                                [&](const Block& block) {
+                                  const int32_t rows = block.walk.end - block.walk.begin;
+                                  CopyRows(k, block.walk.begin, rows, s.k);
+                                  const bool v_is_finite = CopyRows(v, block.walk.begin, rows, s.v);
+                                  ForwardBlock(problem, logits, tile, block, v_is_finite, s);
+                                });
 
   for (int32_t i = 0; i < tile.size(); ++i) {
     const int64_t row = int64_t{tile.rows.begin} + i;

@@ -1,7 +1,9 @@
-// Small matrix products that live in registers: C[rows, kPanel] (+)= A[rows, depth] B[depth, kPanel].
+// Small matrix products that live in registers: C[rows, kPanel] (+)= A[rows, depth] B[depth,
+// kPanel].
 //
-// The lanes of C are always the axis that a tile owns, so that softmax works on whole vectors and never
-// across lanes. A is read one scalar at a time and broadcast; it may be stored by rows or by columns.
+// The lanes of C are always the axis that a tile owns, so that softmax works on whole vectors and
+// never across lanes. A is read one scalar at a time and broadcast; it may be stored by rows or by
+// columns.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_CPU_GEMM_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_CPU_GEMM_H_
@@ -67,8 +69,8 @@ static void Gemm(int32_t rows, int32_t depth, Matrix a, Matrix b, float* c, int6
   RemainingRows<kGemmRows - 1, kOrder, kInto>(rows, depth, a, b, c, ldc);
 }
 
-// C += A B where a zero of B wins over anything in A, infinities and NaN included. The plain product would
-// carry what stands in a row into those that do not see it. A is stored by columns.
+// C += A B where a zero of B wins over anything in A, infinities and NaN included. The plain
+// product would carry what stands in a row into those that do not see it. A is stored by columns.
 static void GemmWhereNonzero(int32_t rows, int32_t depth, Matrix a, Matrix b, float* c,
                              int64_t ldc) {
   for (int32_t i = 0; i < rows; ++i) {

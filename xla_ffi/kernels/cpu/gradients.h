@@ -7,8 +7,8 @@
 
 namespace magi_jax::cpu::MAGI_JAX_ISA {
 
-// Statistics of query rows: lse in base 2 with +inf for rows that see nothing (their weights become zero),
-// and delta.
+// Statistics of query rows: lse in base 2 with +inf for rows that see nothing (their weights become
+// zero), and delta.
 struct RowStatistics {
   float* lse;
   float* delta;
@@ -36,7 +36,8 @@ struct PanelCells {
 
 // `statistics` starts at the panel's first lane when queries are the lanes, else at its first row.
 template <Lanes kLanesAre>
-static void PanelGradients(const Logits& logits, const PanelCells& cells, RowStatistics statistics) {
+static void PanelGradients(const Logits& logits, const PanelCells& cells,
+                           RowStatistics statistics) {
   const bool capped = logits.cap_log2 > 0.0f;
   const float inverse_cap = capped ? 1.0f / logits.cap_log2 : 0.0f;
   for (int32_t w = 0; w < cells.rows; ++w) {

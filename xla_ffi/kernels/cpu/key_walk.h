@@ -1,5 +1,5 @@
-// dK and dV of one key tile and one kv head, with keys in the lanes, over all query heads that read it. dQ
-// comes from the same weights when asked for, as a sum over key tiles.
+// dK and dV of one key tile and one kv head, with keys in the lanes, over all query heads that read
+// it. dQ comes from the same weights when asked for, as a sum over key tiles.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_CPU_KEY_WALK_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_CPU_KEY_WALK_H_
@@ -56,7 +56,8 @@ struct Finite {
   bool k, q, dout;
 };
 
-// Weights and gradients of a panel, and its dK and dV. Returns the rows of the block that see the panel.
+// Weights and gradients of a panel, and its dK and dV. Returns the rows of the block that see the
+// panel.
 static Interval KeyWalkPanel(const Problem& problem, const Logits& logits, const Tile& tile,
                              const Block& block, int32_t panel, Finite finite,
                              const KeyWalkScratch& s) {
@@ -98,7 +99,8 @@ static Interval KeyWalkPanel(const Problem& problem, const Logits& logits, const
   return part;
 }
 
-// dQ of up to kGemmRows rows of a block from keys [keys.begin, keys.end) of the tile, without `scale`.
+// dQ of up to kGemmRows rows of a block from keys [keys.begin, keys.end) of the tile, without
+// `scale`.
 static void GroupDq(const Problem& problem, int32_t first, int32_t rows, Interval keys, bool exact,
                     const KeyWalkScratch& s) {
   const int32_t stride = RowStride(problem.head_dim);
@@ -172,8 +174,8 @@ static void KeyWalkBlock(const BackwardParams& params, const Logits& logits, con
   if (add_dq) AddDq(params, tile, block, head, reach, k_is_finite, s);
 }
 
-static void KeyWalkTile(const BackwardParams& params, int32_t tile_index, int32_t kv_head, bool add_dq,
-                        float* scratch) {
+static void KeyWalkTile(const BackwardParams& params, int32_t tile_index, int32_t kv_head,
+                        bool add_dq, float* scratch) {
   const Problem& problem = params.problem;
   Arena arena(scratch);
   const KeyWalkScratch s = KeyWalkScratch::Carve(problem, arena);
@@ -189,11 +191,10 @@ static void KeyWalkTile(const BackwardParams& params, int32_t tile_index, int32_
   memset(s.dk, 0, sizeof(float) * tile.panels * problem.head_dim * kPanel);
   memset(s.dv, 0, sizeof(float) * tile.panels * problem.v_head_dim * kPanel);
   for (int32_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-    ForEachBlock<Lanes::kKeys>(params.slices, params.by_key, tile_index, tile,
-                               [&](const Block& block) {
-                                 KeyWalkBlock(params, logits, tile, block, head, k_is_finite,
-                                              add_dq, s);
-                               });
+    ForEachBlock<Lanes::kKeys>(
+        params.slices, params.by_key, tile_index, tile, [&](const Block& block) {
+          KeyWalkBlock(params, logits, tile, block, head, k_is_finite, add_dq, s);
+        });
   }
   const HeadRows dk = {nullptr, params.dkv_dtype, kv_heads, kv_head, problem.head_dim};
   const HeadRows dv = {nullptr, params.dkv_dtype, kv_heads, kv_head, problem.v_head_dim};

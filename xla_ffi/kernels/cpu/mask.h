@@ -1,8 +1,8 @@
 // Which cells of a block are visible, seen from the axis that a tile owns.
 //
-// A tile owns rows of one axis, its *lanes*, and walks the other one. With w a position on the walk and l
-// one of the tile, a slice covers a cell when both are in range and low <= w - l <= high, whichever of the
-// two is the query.
+// A tile owns rows of one axis, its *lanes*, and walks the other one. With w a position on the walk
+// and l one of the tile, a slice covers a cell when both are in range and low <= w - l <= high,
+// whichever of the two is the query.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_CPU_MASK_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_CPU_MASK_H_
@@ -53,9 +53,9 @@ struct BlockMask {
   Interval walk;  // the block
 };
 
-// Narrows a run's ids to those that can meet the block. They are ordered by where they begin in this tile,
-// so the search ends at the first that begins behind the block; `*first` moves past those that ended before
-// it, for the blocks to come.
+// Narrows a run's ids to those that can meet the block. They are ordered by where they begin in
+// this tile, so the search ends at the first that begins behind the block; `*first` moves past
+// those that ended before it, for the blocks to come.
 template <Lanes kLanesAre>
 MAGI_JAX_INLINE BlockMask MaskOfBlock(const Slice* slices, const int32_t* ids, Interval tile,
                                       Interval id_range, Interval walk, int32_t* first) {
@@ -87,7 +87,8 @@ static Interval PanelReach(const BlockMask& mask, Interval lanes) {
   return hull.begin < hull.end ? hull : Interval{mask.walk.begin, mask.walk.begin};
 }
 
-// Sets visible[w - part.begin, lane] to -1 for visible cells and 0 for all others, `part` by kPanel.
+// Sets visible[w - part.begin, lane] to -1 for visible cells and 0 for all others, `part` by
+// kPanel.
 template <Lanes kLanesAre>
 static void FillVisible(const BlockMask& mask, Interval lanes, Interval part, int32_t* visible) {
   memset(visible, 0, int64_t{part.end - part.begin} * kPanel * sizeof(int32_t));

@@ -13,8 +13,8 @@
 
 namespace magi_jax::cpu {
 
-// Scratch of a thread. It grows to the largest request (a few MiB at usual head dims) and lives as long as
-// the thread.
+// Scratch of a thread. It grows to the largest request (a few MiB at usual head dims) and lives as
+// long as the thread.
 class ThreadScratch {
  public:
   // Null when memory is short.
@@ -35,9 +35,10 @@ class ThreadScratch {
   int64_t size_ = 0;
 };
 
-// Units are handed out by a counter to the calling thread and to as many helpers as the pool lends. The
-// caller takes part until none is left and then waits only for units that run already, so the call ends
-// even if no helper ever starts; a helper that starts too late finds nothing and touches nothing.
+// Units are handed out by a counter to the calling thread and to as many helpers as the pool lends.
+// The caller takes part until none is left and then waits only for units that run already, so the
+// call ends even if no helper ever starts; a helper that starts too late finds nothing and touches
+// nothing.
 template <typename Unit>
 struct SharedWork {
   SharedWork(int64_t count, Unit unit) : count(count), unit(std::move(unit)) {}
@@ -60,8 +61,8 @@ struct SharedWork {
   std::condition_variable all_done;
 };
 
-// Runs unit(0) .. unit(count - 1) in any order, and returns whether all of them returned true. `pool` has
-// Schedule(function) and num_threads().
+// Runs unit(0) .. unit(count - 1) in any order, and returns whether all of them returned true.
+// `pool` has Schedule(function) and num_threads().
 template <typename Pool, typename Unit>
 bool ParallelFor(Pool& pool, int64_t count, Unit unit) {
   if (count == 0) return true;

@@ -1,5 +1,5 @@
-// dQ of one query tile and one head, with queries in the lanes: the second of two walks, for when there are
-// too few kv heads to give every thread its own.
+// dQ of one query tile and one head, with queries in the lanes: the second of two walks, for when
+// there are too few kv heads to give every thread its own.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_CPU_QUERY_WALK_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_CPU_QUERY_WALK_H_
@@ -59,8 +59,8 @@ static void QueryWalkBlock(const Problem& problem, const Logits& logits, const T
     const int64_t first_lane = int64_t{panel} * kPanel;
     Gemm<Order::kRows, Into::kFresh>(rows, head_dim, k, {s.q + first_lane * head_dim, kPanel},
                                      s.weights, kPanel);
-    Gemm<Order::kRows, Into::kFresh>(rows, v_head_dim, v, {s.dout + first_lane * v_head_dim, kPanel},
-                                     s.gradients, kPanel);
+    Gemm<Order::kRows, Into::kFresh>(
+        rows, v_head_dim, v, {s.dout + first_lane * v_head_dim, kPanel}, s.gradients, kPanel);
     if (!block.is_full) FillVisible<Lanes::kQueries>(block.mask, lanes, part, s.visible);
     const PanelCells cells = {s.weights, s.gradients, kPanel, rows,
                               block.is_full ? nullptr : s.visible};
@@ -97,13 +97,13 @@ static void QueryWalkTile(const BackwardParams& params, int32_t tile_index, int3
     if (i >= tile.size()) s.statistics.lse[i] = kInfinity, s.statistics.delta[i] = 0.0f;
   }
   memset(s.dq, 0, sizeof(float) * tile.panels * problem.head_dim * kPanel);
-  ForEachBlock<Lanes::kQueries>(
-      params.slices, params.by_query, tile_index, tile, [&](const Block& block) {
-        const int32_t rows = block.walk.end - block.walk.begin;
-        const bool k_is_finite = CopyRows(k, block.walk.begin, rows, s.k);
-        CopyRows(v, block.walk.begin, rows, s.v);
-        QueryWalkBlock(problem, logits, tile, block, k_is_finite, s);
-      });
+  ForEachBlock<Lanes::kQueries>(params.slices, params.by_query, tile_index, tile,
+                                [&](const Block& block) {
+                                  const int32_t rows = block.walk.end - block.walk.begin;
+                                  const bool k_is_finite = CopyRows(k, block.walk.begin, rows, s.k);
+                                  CopyRows(v, block.walk.begin, rows, s.v);
+                                  QueryWalkBlock(problem, logits, tile, block, k_is_finite, s);
+                                });
   WriteTransposed(s.dq, s.factors, {nullptr, DType::kF32, heads, head, problem.head_dim},
                   tile.rows.begin, tile.size(), params.dq);
 }

@@ -1,8 +1,10 @@
-// Vectors of the instruction set that this file is compiled for, and the functions of softmax on them.
+// Vectors of the instruction set that this file is compiled for, and the functions of softmax on
+// them.
 //
-// Everything the kernels use is in a namespace per instruction set and of internal linkage: a function that
-// two object files shared could be taken from the one whose instructions the processor lacks. For the same
-// reason no header of the C++ library with inline functions is included here.
+// Everything the kernels use is in a namespace per instruction set and of internal linkage: a
+// function that two object files shared could be taken from the one whose instructions the
+// processor lacks. For the same reason no header of the C++ library with inline functions is
+// included here.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_CPU_SIMD_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_CPU_SIMD_H_
@@ -50,9 +52,7 @@ MAGI_JAX_INLINE IntVec BroadcastInt(int32_t x) { return x - IntVec{}; }
 MAGI_JAX_INLINE IntVec Bits(Vec v) { return reinterpret_cast<IntVec>(v); }
 MAGI_JAX_INLINE Vec FromBits(IntVec v) { return reinterpret_cast<Vec>(v); }
 
-MAGI_JAX_INLINE Vec Select(IntVec condition, Vec yes, Vec no) {
-  return condition ? yes : no;
-}
+MAGI_JAX_INLINE Vec Select(IntVec condition, Vec yes, Vec no) { return condition ? yes : no; }
 // Ignores NaN in `b`.
 MAGI_JAX_INLINE Vec Max(Vec a, Vec b) { return Select(b > a, b, a); }
 
@@ -62,8 +62,9 @@ MAGI_JAX_INLINE int32_t RoundUp(int32_t x, int32_t multiple) {
   return (x + multiple - 1) / multiple * multiple;
 }
 
-// 2^x for x <= 127, within 1 unit in the last place; 0 for x < -126 (no denormal results); NaN stays
-// NaN. The integer part goes into the exponent, 2^fraction is a polynomial fitted on [-1/2, 1/2].
+// 2^x for x <= 127, within 1 unit in the last place; 0 for x < -126 (no denormal results); NaN
+// stays NaN. The integer part goes into the exponent, 2^fraction is a polynomial fitted on [-1/2,
+// 1/2].
 MAGI_JAX_INLINE Vec Exp2(Vec x) {
   const IntVec tiny = x < -126.0f;
   x = Select(tiny, Broadcast(-126.0f), x);

@@ -11,7 +11,8 @@
 
 namespace magi_jax::cpu::MAGI_JAX_ISA {
 
-// Rows of a block of the walk. Its copies should stay in the second-level cache beside the tile's panels.
+// Rows of a block of the walk. Its copies should stay in the second-level cache beside the tile's
+// panels.
 constexpr int32_t kBlockRows = 96;
 
 // Tiles have at most kMaxTileSize rows.
@@ -42,7 +43,7 @@ MAGI_JAX_INLINE int32_t MaxPanels(const Problem& problem) {
 // A block of a tile's walk: [walk.begin, walk.end), at most kBlockRows long.
 struct Block {
   Interval walk;
-  bool is_full;    // all rows of the tile see all of it; `mask` is not set
+  bool is_full;  // all rows of the tile see all of it; `mask` is not set
   BlockMask mask;
 };
 
@@ -55,7 +56,9 @@ MAGI_JAX_INLINE void ForEachBlock(const Slice* slices, const TileRuns& table, in
     int32_t first_id = run.ids_begin;
     for (int32_t begin = run.begin, end; begin < run.end; begin = end) {
       const bool is_full = begin >= run.full_begin && begin < run.full_end;
-      const int32_t limit = is_full ? run.full_end : begin < run.full_begin ? run.full_begin : run.end;
+      const int32_t limit = is_full                  ? run.full_end
+                            : begin < run.full_begin ? run.full_begin
+                                                     : run.end;
       end = MinInt(begin + kBlockRows, limit);
       Block block = {{begin, end}, is_full, {}};
       if (!is_full) {
