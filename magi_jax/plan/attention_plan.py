@@ -79,18 +79,22 @@ class AttentionPlan:
         return local_part(self, rank, self.cp_size, lead=self.positions.ndim - 1)
 
     def report(
-        self, cost_model: CostModel | None = None, ranks_per_node: int | None = None
+        self,
+        cost_model: CostModel | None = None,
+        ranks_per_node: int | None = None,
+        mask: AttnMask | None = None,
     ) -> PlanReport:
         """Balance, rows, bytes and predicted times of this plan; printing it gives a table.
 
         Args:
             cost_model: rates of the machine; None takes the defaults.
             ranks_per_node: ranks that share a fast link; None takes all ranks for one node.
+            mask: the mask that was planned; with it the report has lower bounds and the gap to them.
 
         Raises:
             ValueError: the plan is traced, stacked or local.
         """
-        return make_report(self, cost_model, ranks_per_node)
+        return make_report(self, cost_model, ranks_per_node, mask)
 
     def plot(self, path: str | PathLike) -> None:
         """Draws the mask coloured by owner, the area of each rank and the traffic between ranks.

@@ -1,16 +1,20 @@
 """What a plan costs: balance, rows and bytes that cross ranks, padding; read off its tables."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from magi_jax.masks import bands
+from magi_jax.masks import AttnMask, bands
 from magi_jax.plan.tables import N_ROWS, PEER, SEGMENT_ROWS, SRC_ROW, CommMeta
 from magi_jax.solver import intervals, timeline
+from magi_jax.solver.balanced_units import MAX_PARTS, make_units
+from magi_jax.solver.bounds import Bounds, gap, lower_bounds
 from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver.dispatch import DispatchProblem, chunk_edges
 from magi_jax.solver.stages import StageSlices
 from magi_jax.solver.timeline import Timeline
 
@@ -31,6 +35,8 @@ class PlanReport:
         planning_ms: time that planning took on the host; None when the plan was transformed since.
         forward, backward: predicted timelines of the stages.
         kernel_us: mean kernel time of a rank, forward and backward together.
+        bounds: what no dispatch can beat at this imbalance; None when the report was
+            made without the mask.
     """
 
     seq_len: int
@@ -45,6 +51,7 @@ class PlanReport:
     forward: Timeline
     backward: Timeline
     kernel_us: float
+    bounds: Bounds | None = None
 
     @property
     def cp_size(self) -> int:
@@ -81,6 +88,16 @@ class PlanReport:
     def efficiency(self) -> float:
         """Mean kernel time over the predicted time; 1.0 when there is nothing to do."""
         return self.kernel_us / self.predicted_us if self.predicted_us > 0 else 1.0
+
+    @property
+    def gap(self) -> float | None:
+        """Distance of the worst rank's rows, received or sent, from their lower bound, as a share of the
+        bound; None without bounds.
+        """
+        if self.bounds is None:
+            return None
+        worst = max(self.recv_rows.max(initial=0), self.send_rows.max(initial=0))
+        return gap(float(worst), self.bounds.rank_rows)
 
     @property
     def ring_rows(self) -> np.ndarray:
@@ -153,12 +170,18 @@ class PlanReport:
             ),
             ("planning", "-" if self.planning_ms is None else f"{self.planning_ms:.1f} ms"),
         ]
+        if self.bounds is not None:
+            text = f"{self.bounds.rank_rows:,} rows for the worst rank, imbalance {self.bounds.imbalance:.4f}"
+            lines.insert(-1, ("lower bounds", f"{text}; gap in rows {self.gap:.1%}"))
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
 
 def make_report(
-    plan, cost_model: CostModel | None = None, ranks_per_node: int | None = None
+    plan,
+    cost_model: CostModel | None = None,
+    ranks_per_node: int | None = None,
+    mask: AttnMask | None = None,
 ) -> PlanReport:
     """Counts what a plan costs.
 
@@ -166,6 +189,7 @@ def make_report(
         plan: one whole plan with values.
         cost_model: rates of the machine, for the predicted times; None takes the defaults.
         ranks_per_node: ranks that share a fast link; None takes all ranks for one node.
+        mask: the mask that was planned, for the lower bounds.
 
     Raises:
         ValueError: the plan is traced, stacked or local, so that there are no tables to count.
@@ -180,7 +204,7 @@ def make_report(
     received = sum(int(rows.sum()) for rows in traffic)
     rows = np.reshape(traffic, (len(traffic), cp_size, cp_size)).astype(np.int64)
     work = _stage_work(plan, rows, cost_model or CostModel(), ranks_per_node)
-    return PlanReport(
+    report = PlanReport(
         seq_len=plan.spec.seq_len,
         local_len=plan.spec.local_len,
         tokens=np.asarray(plan.dispatch.segments, np.int64)[:, :, SEGMENT_ROWS].sum(axis=1),
@@ -194,6 +218,22 @@ def make_report(
         backward=timeline.simulate(work, backward=True),
         kernel_us=float((work.forward_us + work.backward_us).sum(axis=0).mean()),
     )
+    if mask is None:
+        return report
+    return replace(report, bounds=_bounds(plan, mask, report.imbalance, ranks_per_node))
+
+
+def _bounds(plan, mask: AttnMask, imbalance: float, ranks_per_node: int | None) -> Bounds:
+    """Lower bounds for all dispatches that are no less balanced than the plan.
+
+    The units are the smallest parts into which a strategy may split a chunk, so that the bounds hold
+    for split and for whole chunks.
+    """
+    part = plan.spec.chunk_size // math.gcd(plan.spec.chunk_size, MAX_PARTS)
+    edges = chunk_edges(plan.spec.seq_len, part)
+    units = make_units(DispatchProblem(mask.slices, edges, plan.cp_size))
+    units = units._replace(slot=plan.spec.local_len, slots=1)
+    return lower_bounds(units, plan.cp_size, ranks_per_node or plan.cp_size, imbalance)
 
 
 def _stage_work(plan, traffic, cost_model, ranks_per_node) -> timeline.StageWork:

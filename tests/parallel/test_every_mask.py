@@ -23,7 +23,7 @@ SIZE, SEQ_LEN = (
 SETUPS = [  # cp, remote stages, chunk, dispatch, soft cap
     (1, None, 71, "contiguous", None),
     (2, 1, 7, "zigzag", 3.0),
-    (4, 2, 4, "lpt", None),
+    (4, 2, 4, "balanced", None),
     (8, 3, 2, "lpt", 2.0),
 ]
 

@@ -198,3 +198,17 @@ def test_refusals():
         PlanConfig(chunk_size=0)
     with pytest.raises(ValueError, match="names a shift twice"):
         PlanConfig(roll_shifts=(-1, -1))
+
+
+def test_reports_have_bounds_and_a_gap_when_given_the_mask():
+    mask = varlen_causal([700, 324])
+    plan = make_plan(mask, 4, PlanConfig(chunk_size=16))
+    assert plan.report().gap is None
+    report = plan.report(mask=mask)
+    worst = max(report.recv_rows.max(), report.send_rows.max())
+    assert 0 < report.bounds.rank_rows <= worst
+    assert report.bounds.imbalance <= report.imbalance
+    assert report.gap == worst / report.bounds.rank_rows - 1
+    assert "lower bounds" in str(report)
+    full = AttnMask.from_slices([(0, 1024)], [(0, 1024)], 0, 1024)
+    assert make_plan(full, 4).report(mask=full).gap == 0.0
