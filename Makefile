@@ -3,13 +3,13 @@
 #   PYTHON=python3.12     which Python the environment is made with (found by itself otherwise)
 #   VENV=.venv            where the environment is
 #   EXTRAS=...            extras of pyproject.toml to install; add cuda12 or cuda13 on a GPU machine
-#   CUDA=all              build the CUDA kernels too, where nvcc is found (minutes; ci: a few of them)
+#   CUDA_KERNELS=all      build the CUDA kernels too, where nvcc is found (minutes; ci: a few of them)
 #   ARGS="--steps 20"     flags for the demo, or for pytest
 
 PYTHON ?=
 VENV ?= .venv
 EXTRAS ?= flax,data,plot,test,dev
-CUDA ?= off
+CUDA_KERNELS ?= off
 ARGS ?=
 JOBS ?= 2
 
@@ -24,7 +24,7 @@ help:  ## Shows this list
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST) | sed 's/^/  /'
 
 setup:  ## Makes the environment and builds the package; does nothing when all is up to date
-	@sh tools/setup.sh "$(VENV)" "$(EXTRAS)" "$(CUDA)" "$(PYTHON)"
+	@sh tools/setup.sh "$(VENV)" "$(EXTRAS)" "$(CUDA_KERNELS)" "$(PYTHON)"
 
 demo: setup  ## Trains a small language model on 8 virtual devices (pictures in outputs/)
 	@$(BIN)/python examples/train_lm.py $(ARGS)

@@ -11,6 +11,7 @@ that the step is compiled once.
 
 import argparse
 import functools
+import itertools
 import os
 import textwrap
 from pathlib import Path
@@ -169,7 +170,7 @@ def describe_plans(flags, config: mj.PlanConfig, masks, segment_ids: np.ndarray)
         report = each.report()
         kept = report.recv_rows.sum() / max(report.ring_rows.sum(), 1)
         size = mib(report.recv_bytes(flags.kv_heads, flags.head_dim, dtype=flags.dtype).sum())
-        print(f"plan of the first sequence, {name} (picture: {path}):")
+        print(f"plan of a sequence of {segment_ids.max()} documents, {name} (picture: {path}):")
         print(textwrap.indent(str(report), "    "))
         print(
             f"    keys and values sent: {size} a layer, {kept:.1%} of a ring's or an all-gather's"
@@ -195,8 +196,9 @@ def main() -> None:
     config = mj.PlanConfig(dispatch=flags.dispatch)
     planner = mj.data.PlanBatch(flags.cp, masks, config)
     planner = planner.fit(batches(flags.seed + 1), num_batches=8, margin=1.5)
-    first = next(batches(flags.seed))
-    describe_plans(flags, config, masks, first.segment_ids[0])
+    first, *more = itertools.islice(batches(flags.seed), 8)
+    sequences = np.concatenate([packed.segment_ids for packed in (first, *more)])
+    describe_plans(flags, config, masks, max(sequences, key=np.max))
 
     graphdef, params = nnx.split(make_model(flags), nnx.Param)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
