@@ -1,7 +1,8 @@
 // What a kernel launch needs, free of any framework type. Every pointer states its shape.
 //
 // Letters: T, S query and key rows; N, K query and kv heads; H, Hv head dims; A slices; M tiles;
-// R runs; I slice ids. All tensors are dense and row-major. See docs/architecture.md, "Slice table".
+// R runs; I slice ids. All tensors are dense and row-major. See docs/architecture.md, "Slice
+// table".
 
 #ifndef MAGI_JAX_XLA_FFI_COMMON_PARAMS_H_
 #define MAGI_JAX_XLA_FFI_COMMON_PARAMS_H_
@@ -17,8 +18,9 @@ struct Slice {
   int32_t q_start, q_end, k_start, k_end, d_min, d_max;
 };
 
-// An interval [begin, end) of the other axis that a tile walks. Blocks inside [full_begin, full_end) are
-// visible to every row of the tile; elsewhere the slices ids[ids_begin:ids_end] decide.
+// An interval [begin, end) of the other axis that a tile walks. Blocks inside [full_begin,
+// full_end) are visible to every row of the tile; elsewhere the slices ids[ids_begin:ids_end]
+// decide.
 struct Run {
   int32_t begin, end, full_begin, full_end, ids_begin, ids_end;
 };
@@ -29,8 +31,8 @@ struct TileRuns {
   const int32_t* ids;    // [I], rows of `slices`
   const int32_t* order;  // [M], tiles by decreasing work
   int32_t num_tiles;     // M
-  int32_t num_runs;      // R, capacity; entries of a table may be hostile, so device code clamps to it
-  int32_t num_ids;       // I, likewise
+  int32_t num_runs;  // R, capacity; entries of a table may be hostile, so device code clamps to it
+  int32_t num_ids;   // I, likewise
 };
 
 struct Problem {
@@ -52,8 +54,8 @@ struct ForwardParams {
   const void* v;        // [S, K, Hv]
   const Slice* slices;  // [A]
   TileRuns by_query;
-  void* out;       // [T, N, Hv], dtype out_dtype
-  float* lse;      // [T, N], natural log
+  void* out;   // [T, N, Hv], dtype out_dtype
+  float* lse;  // [T, N], natural log
   DType out_dtype;
   bool accumulate;  // merge into the values already in `out` (f32) and `lse`
 };

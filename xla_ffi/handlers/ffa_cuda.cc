@@ -132,7 +132,8 @@ ffi::Error TakeScratch(ffi::RemainingRets scratch, const char* last, size_t byte
 }
 
 template <class Path>
-ffi::Error RunForward(const ForwardParams& params, ffi::RemainingRets scratch, cudaStream_t stream) {
+ffi::Error RunForward(const ForwardParams& params, ffi::RemainingRets scratch,
+                      cudaStream_t stream) {
   const std::string reason = Path::Refuse(params);
   if (!reason.empty()) return InvalidArgument(reason);
   void* memory = nullptr;
