@@ -5,6 +5,7 @@ import itertools
 import operator
 import pickle
 
+import grain
 import jax
 import numpy as np
 import pytest
@@ -95,3 +96,12 @@ def test_planner_travels_to_other_processes_and_plans_ahead():
             expected = planner(packed)
             same = jax.tree.map(np.array_equal, planned, expected)
             assert all(jax.tree.leaves(same))
+
+
+def test_planner_is_a_transformation_of_a_grain_dataset():
+    packed = list(itertools.islice(_batches(), 3))
+    planner = PlanBatch(CP, (CAUSAL, WINDOW), CONFIG).fit(packed)
+    dataset = grain.MapDataset.source(packed).map(planner)
+    for planned, batch_before in zip(dataset, packed, strict=True):
+        same = jax.tree.map(np.array_equal, planned, planner(batch_before))
+        assert all(jax.tree.leaves(same))
