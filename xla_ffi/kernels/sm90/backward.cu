@@ -14,6 +14,9 @@ namespace magi_jax::sm90 {
 namespace {
 
 constexpr int kBlockN = 128;  // keys of a tile, in all instantiations
+// Tiles of a section. Tiles in flight should be of few heads, whose queries and gradients stay in L2, but a section
+// must be long enough for its longest tiles not to be the last to finish.
+constexpr int kSectionTiles = 1024;
 constexpr size_t kCounterBytes = 128;  // of scratch, before the statistics
 
 struct BackwardInstantiation {
@@ -65,7 +68,9 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
   params.num_slices = problem.num_slices;
   params.table_tile_size = problem.tile_size;
   params.parts_per_tile = problem.tile_size / kBlockN;
-  params.num_work = backward.by_key.num_tiles * params.parts_per_tile * problem.num_kv_heads;
+  const int tiles = backward.by_key.num_tiles * params.parts_per_tile;
+  params.section_kv_heads = std::clamp((kSectionTiles + tiles - 1) / tiles, 1, problem.num_kv_heads);
+  params.num_work = tiles * problem.num_kv_heads;
   return params;
 }
 

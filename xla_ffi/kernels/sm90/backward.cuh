@@ -30,6 +30,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int i = 0; i < Traits::kStages; ++i) {
       BarrierInit(&shared.q_full[i], 1);
       BarrierInit(&shared.q_empty[i], Traits::kConsumerWarps);
+    }
+    for (int i = 0; i < Traits::kDoutStages; ++i) {
       BarrierInit(&shared.dout_full[i], 1);
       BarrierInit(&shared.dout_empty[i], Traits::kConsumerWarps);
     }

@@ -6,8 +6,8 @@
 //   dK  += dS^T Q
 //   dQ   = dS K     dS of both warpgroups through shared memory; each makes 64 of the columns
 //
-// where P = exp(logits - lse) and dS = P (dP - delta). The logits of the next block are started before dQ of this one
-// is stored, so that the tensor cores have dK and the next logits to do meanwhile.
+// where P = exp(logits - lse) and dS = P (dP - delta). Each product has something to run beside: dK the stores of dQ,
+// dP the exponentials, dV the arithmetic of dS.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_MAINLOOP_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_MAINLOOP_H_
@@ -41,7 +41,8 @@ struct GradientConsumer {
   const int thread_row;  // this thread's first key in the tile
   const float scale_log2;
 
-  StageRing<Traits::kStages> ring;   // of the block whose gradients are being made
+  StageRing<Traits::kStages> ring;           // of the block whose logits were started last
+  StageRing<Traits::kDoutStages> dout_ring;  // of the block whose dP is made
   uint32_t kv_parity = 0, dq_parity = 1;
   int ds_slot = 0;
   bool keys_spoiled;  // some key of the tile was not finite
@@ -101,38 +102,34 @@ struct GradientConsumer {
     IssueLogitGradients(dp);
     WgmmaWait<1>();
     PinRegisters(s);
-    MakeLogitGradients(s, dp, ds);
+    const float finite = ToProbabilities(s);
+    ToGradients(finite, s, dp, ds);
   }
 
   // dQ and dK of the current block, dV and dS of the next.
   __device__ __forceinline__ void NextBlock(uint32_t (&ds)[kLogits / 2]) {
     float dq[kLogits], s[kLogits], dp[kLogits];
     const int slot = ring.slot;
-    IssueGradients(dq, ds);
+    IssueGradients(dq, ds, slot);
     ring.Advance();
     BarrierWait(&shared.q_full[ring.slot], ring.parity);
-    if (Traits::kEarlyLogits) {
-      IssueLogits(s);
-      WgmmaWait<2>();
-      StoreQueryGradient(dq, slot);
-    } else {
-      WgmmaWait<1, 1>();
-      StoreQueryGradient(dq, slot);
-      IssueLogits(s);
-    }
+    WgmmaWait<1, 1>();
+    StoreQueryGradient(dq, slot);
+    IssueLogits(s);
     IssueLogitGradients(dp);
     WgmmaWait<1, 2>();
     PinRegisters(s);
     PinRegisters(dk);
     PinRegisters(ds);
     Release(&shared.q_empty[slot]);
-    MakeLogitGradients(s, dp, ds);
+    const float finite = ToProbabilities(s);
+    ToGradients(finite, s, dp, ds);
   }
 
   // dQ and dK of the last block.
   __device__ __forceinline__ void LastBlock(uint32_t (&ds)[kLogits / 2]) {
     float dq[kLogits];
-    IssueGradients(dq, ds);
+    IssueGradients(dq, ds, ring.slot);
     WgmmaWait<1, 3>();
     StoreQueryGradient(dq, ring.slot);
     WgmmaWait<0, 3>();
@@ -142,13 +139,10 @@ struct GradientConsumer {
     ring.Advance();
   }
 
-  // From logits, and dP in flight, to dS. dV runs meanwhile, and gives its operand's registers to dS.
-  __device__ __forceinline__ void MakeLogitGradients(float (&s)[kLogits], float (&dp)[kLogits],
-                                                     uint32_t (&ds)[kLogits / 2]) {
-    const QueryBlockNote& note = shared.notes[ring.slot];
-    const bool masked = note.header.flags & kMaskedBlock;
+  // Returns NaN where the block has a mask and a logit is not finite, else 0.
+  __device__ __forceinline__ float ToProbabilities(float (&s)[kLogits]) {
     float finite = 0.0f;
-    if (masked) finite = NonFinite(s);
+    if (shared.notes[ring.slot].header.flags & kMaskedBlock) finite = NonFinite(s);
     if (__builtin_expect(keys_spoiled, false)) SpoilRows(s);
     const float2* lse = reinterpret_cast<const float2*>(shared.lse[ring.slot]) + threadIdx.x % 4;
 #pragma unroll
@@ -157,6 +151,14 @@ struct GradientConsumer {
 #pragma unroll
       for (int j = 0; j < 4; ++j) s[i + j] = Exp2(fmaf(s[i + j], scale_log2, j % 2 ? -reference.y : -reference.x));
     }
+    return finite;
+  }
+
+  // From probabilities, and dP in flight, to dS. dV runs meanwhile, and gives its operand's registers to dS.
+  __device__ __forceinline__ void ToGradients(float finite, float (&s)[kLogits], float (&dp)[kLogits],
+                                              uint32_t (&ds)[kLogits / 2]) {
+    const QueryBlockNote& note = shared.notes[ring.slot];
+    const bool masked = note.header.flags & kMaskedBlock;
     RowMask<kLogits / 2> rows[2];
     if (masked) {
       FindVisible(note, rows);
@@ -170,11 +172,11 @@ struct GradientConsumer {
     uint32_t p[kLogits / 2];
     PackProbabilities<Element>(s, p);
     WgmmaFence();
-    IssueAccumulate(dv, p, SharedAddress(shared.dout[ring.slot]));
+    IssueAccumulate(dv, p, SharedAddress(shared.dout[dout_ring.slot]));
 
     WgmmaWait<1, 5>();
     PinRegisters(dp);
-    const float2* delta = reinterpret_cast<const float2*>(shared.delta[ring.slot]) + threadIdx.x % 4;
+    const float2* delta = reinterpret_cast<const float2*>(shared.delta[dout_ring.slot]) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < kLogits; i += 4) {
       const float2 mean = delta[i];
@@ -186,17 +188,18 @@ struct GradientConsumer {
     WgmmaWait<0, 5>();
     PinRegisters(dv);
     PinRegisters(p);
-    Release(&shared.dout_empty[ring.slot]);
+    Release(&shared.dout_empty[dout_ring.slot]);
+    dout_ring.Advance();
     PackProbabilities<Element>(dp, ds);
   }
 
-  __device__ __forceinline__ void IssueGradients(float (&dq)[kLogits], uint32_t (&ds)[kLogits / 2]) {
+  __device__ __forceinline__ void IssueGradients(float (&dq)[kLogits], uint32_t (&ds)[kLogits / 2], int slot) {
     StoreLogitGradients(ds);
     FenceAsyncProxy();
     NamedBarrierSync(kGradientBarrier, Traits::kConsumerThreads);
     WgmmaFence();
     IssueQueryGradient(dq);
-    IssueAccumulate(dk, ds, SharedAddress(shared.q[ring.slot]));
+    IssueAccumulate(dk, ds, SharedAddress(shared.q[slot]));
     ds_slot ^= 1;
   }
 
@@ -208,9 +211,9 @@ struct GradientConsumer {
   }
 
   __device__ __forceinline__ void IssueLogitGradients(float (&dp)[kLogits]) {
-    BarrierWait(&shared.dout_full[ring.slot], ring.parity);
+    BarrierWait(&shared.dout_full[dout_ring.slot], dout_ring.parity);
     WgmmaFence();
-    IssueTransposed(dp, SharedAddress(shared.v), SharedAddress(shared.dout[ring.slot]));
+    IssueTransposed(dp, SharedAddress(shared.v), SharedAddress(shared.dout[dout_ring.slot]));
   }
 
   // This warpgroup's 64 rows of `left` [kBlockN, kHeadDim] times `right` [kBlockM, kHeadDim], transposed.
@@ -346,7 +349,7 @@ struct GradientConsumer {
   __device__ __forceinline__ void CleanQueries(float (&p)[kLogits], const float (&dp)[kLogits]) {
     static_assert(Traits::kConsumerThreads == 2 * Traits::kChunks * kM);
     const int row = (threadIdx.x - 128) % kM, part = (threadIdx.x - 128) / kM;
-    uint8_t* const tile = part < Traits::kChunks ? shared.q[ring.slot] : shared.dout[ring.slot];
+    uint8_t* const tile = part < Traits::kChunks ? shared.q[ring.slot] : shared.dout[dout_ring.slot];
     CleanRow<Element>(tile + part % Traits::kChunks * kQChunkBytes + row * Traits::kRowBytes, row);
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) p[i] = dp[i] - dp[i] == 0.0f ? p[i] : NAN;
@@ -359,7 +362,6 @@ struct GradientConsumer {
     const int kv_head = shared.notes[ring.slot].header.kv_head;
     const int key_start = shared.notes[ring.slot].header.key_start;
     Release(&shared.q_empty[ring.slot]);
-    Release(&shared.dout_empty[ring.slot]);
     ring.Advance();
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) dk[i] = 0.0f;

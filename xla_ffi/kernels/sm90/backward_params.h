@@ -13,12 +13,12 @@ namespace magi_jax::sm90 {
 
 // One instantiation. A tile has kBlockN keys of one kv head; its gradients stay in registers while the tile walks the
 // queries of all heads of the group, kBlockM at a time.
-template <typename ElementT, int kHeadDimT, int kStagesT = 2, bool kEarlyLogitsT = false>
+template <typename ElementT, int kHeadDimT, int kStagesT = 2, int kDoutStagesT = 2>
 struct BackwardTraits {
   using Element = ElementT;
   static constexpr int kHeadDim = kHeadDimT;  // of queries, keys and values
   static constexpr int kStages = kStagesT;    // query blocks in shared memory
-  static constexpr bool kEarlyLogits = kEarlyLogitsT;  // the next block's logits start before this block's dQ is stored
+  static constexpr int kDoutStages = kDoutStagesT;  // blocks of output cotangents
 
   static constexpr int kConsumers = 2;             // warpgroups
   static constexpr int kBlockM = 64;               // queries of a block
@@ -67,17 +67,17 @@ struct BackwardStorage {
   alignas(1024) uint8_t k[Traits::kKBytes];                    // [chunk][kBlockN rows]
   alignas(1024) uint8_t v[Traits::kKBytes];                    // likewise
   alignas(1024) uint8_t q[Traits::kStages][Traits::kQBytes];   // [chunk][kBlockM rows]
-  alignas(1024) uint8_t dout[Traits::kStages][Traits::kQBytes];  // likewise
+  alignas(1024) uint8_t dout[Traits::kDoutStages][Traits::kQBytes];  // likewise
   alignas(1024) uint8_t ds[2][Traits::kConsumers][Traits::kBlockM * 128];  // a chunk of 64 keys per warpgroup
   alignas(1024) uint8_t dq[Traits::kConsumers][Traits::kGradientBytes];    // [chunk of 32 columns][kBlockM rows]
   alignas(128) float lse[Traits::kStages][Traits::kBlockM];  // times log2(e); +inf for rows without keys
-  alignas(128) float delta[Traits::kStages][Traits::kBlockM];
+  alignas(128) float delta[Traits::kDoutStages][Traits::kBlockM];
   uint8_t spoiled_keys[Traits::kBlockN];  // rows of k that held inf or NaN, see backward_poison.h
   QueryBlockNote notes[Traits::kStages];
   GradientNote gradient_notes[Traits::kConsumers];
   uint64_t kv_full, kv_empty;
   uint64_t q_full[Traits::kStages], q_empty[Traits::kStages];
-  uint64_t dout_full[Traits::kStages], dout_empty[Traits::kStages];
+  uint64_t dout_full[Traits::kDoutStages], dout_empty[Traits::kDoutStages];
   uint64_t dq_full[Traits::kConsumers], dq_empty[Traits::kConsumers];
 };
 
@@ -109,7 +109,8 @@ struct BackwardKernelParams {
   int q_len, k_len, num_heads, num_kv_heads, num_slices;
   int table_tile_size;
   int parts_per_tile;  // tiles of keys that cover one table tile
-  int num_work;        // (rank of the table tile, part of it, kv head)
+  int section_kv_heads;
+  int num_work;  // (section of kv heads, rank of the table tile, part of it, kv head)
 };
 
 }  // namespace magi_jax::sm90

@@ -45,6 +45,7 @@ struct QueryProducer {
   const int lane = threadIdx.x % 32;
 
   StageRing<Traits::kStages> ring;
+  StageRing<Traits::kDoutStages> dout_ring;
   uint32_t kv_parity = 0;
 
   int kv_head, key_start, last_key;
@@ -67,10 +68,15 @@ struct QueryProducer {
   }
 
  private:
-  // Longest tiles first, the kv heads of a tile side by side.
+  // Longest tiles first within a section, the section's kv heads of a tile side by side.
   __device__ void WalkTile(int work) {
-    kv_head = work % params.num_kv_heads;
-    work /= params.num_kv_heads;
+    const int per_section = params.by_key.num_tiles * params.parts_per_tile * params.section_kv_heads;
+    const int section = work / per_section;
+    const int section_begin = section * params.section_kv_heads;
+    const int section_heads = min(params.section_kv_heads, params.num_kv_heads - section_begin);
+    work -= section * per_section;
+    kv_head = section_begin + work % section_heads;
+    work /= section_heads;
     // A table may be hostile; its entries must not lead outside of the arrays.
     const int table_tile = min(max(params.by_key.order[work / params.parts_per_tile], 0), params.by_key.num_tiles - 1);
     key_start = table_tile * params.table_tile_size + work % params.parts_per_tile * Traits::kBlockN;
@@ -146,16 +152,17 @@ struct QueryProducer {
       CopyBytes(shared.lse[ring.slot], params.lse + at, Traits::kStatBytes, barrier);
     }
     if (is_first) OpenTile();
-    BarrierWait(&shared.dout_empty[ring.slot], ring.parity ^ 1);
+    BarrierWait(&shared.dout_empty[dout_ring.slot], dout_ring.parity ^ 1);
     if (lane == 0) {
       const int64_t at = static_cast<int64_t>(found_head) * params.stat_rows + found_query;
-      uint64_t* barrier = &shared.dout_full[ring.slot];
+      uint64_t* barrier = &shared.dout_full[dout_ring.slot];
       BarrierArriveExpect(barrier, Traits::kQBytes + Traits::kStatBytes);
-      LoadRows<Traits::kBlockM>(shared.dout[ring.slot], dout_map, barrier, found_head, found_query, kEvictNormal);
-      CopyBytes(shared.delta[ring.slot], params.delta + at, Traits::kStatBytes, barrier);
+      LoadRows<Traits::kBlockM>(shared.dout[dout_ring.slot], dout_map, barrier, found_head, found_query, kEvictNormal);
+      CopyBytes(shared.delta[dout_ring.slot], params.delta + at, Traits::kStatBytes, barrier);
     }
     is_first = false;
     ring.Advance();
+    dout_ring.Advance();
   }
 
   // Loads the tile's keys and values.
@@ -204,11 +211,9 @@ struct QueryProducer {
   // Tells consumers something that comes without queries.
   __device__ __forceinline__ void SendNote(int flags) {
     BarrierWait(&shared.q_empty[ring.slot], ring.parity ^ 1);
-    BarrierWait(&shared.dout_empty[ring.slot], ring.parity ^ 1);
     if (lane == 0) {
       shared.notes[ring.slot].header = {0, 0, key_start, kv_head, flags, 0, 0};
       BarrierArrive(&shared.q_full[ring.slot]);
-      BarrierArrive(&shared.dout_full[ring.slot]);
     }
     ring.Advance();
   }
