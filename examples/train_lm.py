@@ -190,7 +190,7 @@ def main() -> None:
     masks = (full_causal, functools.partial(sliding_window, size=flags.window))
 
     def batches(seed):
-        sequences = mj.data.pack(corpus.documents(files, seed), flags.seq_len)
+        sequences = mj.data.pack(corpus.documents(files, seed), flags.seq_len, seed=seed)
         return mj.data.batch(sequences, flags.dp)
 
     config = mj.PlanConfig(dispatch=flags.dispatch)

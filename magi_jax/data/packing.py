@@ -113,7 +113,12 @@ def join(documents: Iterable[np.ndarray], seq_len: int) -> Packed:
 
 
 def pack(
-    documents: Iterable[np.ndarray], seq_len: int, *, method: str = "best_fit", window: int = 256
+    documents: Iterable[np.ndarray],
+    seq_len: int,
+    *,
+    method: str = "best_fit",
+    window: int = 256,
+    seed: int | None = None,
 ) -> Iterator[Packed]:
     """Packs a stream of documents, of whatever length and number, into sequences.
 
@@ -126,16 +131,22 @@ def pack(
         seq_len: tokens of a sequence; longer documents are cut.
         method: see `assign`.
         window: documents that are packed together; more of them leave less padding.
+        seed: shuffles the sequences of each window, so that the pieces of a long document do not
+            come one after the other; None keeps the order in which documents came.
     """
     pieces = itertools.chain.from_iterable(
         np.split(document, range(seq_len, len(document), seq_len)) for document in documents
     )
+    rng = None if seed is None else np.random.default_rng(seed)
     waiting: list[np.ndarray] = []
     while fresh := list(itertools.islice(pieces, window)):
         pool = waiting + [piece for piece in fresh if len(piece)]
         waiting = []
         # In the order in which their first documents came, lest all long documents come together.
-        for group in sorted(assign(map(len, pool), seq_len, method=method), key=min):
+        groups = sorted(assign(map(len, pool), seq_len, method=method), key=min)
+        if rng is not None:
+            groups = [groups[index] for index in rng.permutation(len(groups))]
+        for group in groups:
             members = [pool[index] for index in group]
             if 2 * sum(map(len, members)) < seq_len:
                 waiting += members

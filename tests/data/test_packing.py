@@ -83,6 +83,16 @@ def test_pack_wastes_little_on_long_tailed_documents():
     assert lengths.sum() / (len(sequences) * 8192) > 0.97
 
 
+def test_seed_shuffles_the_same_sequences():
+    documents = _documents([30] * 40)
+    plain, shuffled, again = (
+        [tuple(packed.tokens) for packed in pack(documents, 60, seed=seed)] for seed in (None, 1, 1)
+    )
+    assert shuffled == again
+    assert shuffled != plain
+    assert sorted(shuffled) == sorted(plain)
+
+
 def test_batch_stacks_and_drops_the_rest():
     sequences = [join([np.full(4, i)], 4) for i in range(5)]
     batches = list(batch(sequences, 2))
