@@ -21,12 +21,20 @@ struct Instantiation {
   DType dtype;
   int head_dim, v_head_dim;
   const char* name;
-  cudaError_t (*launch)(const ForwardParams&, const KernelParams&, int clusters, cudaStream_t);
+  cudaError_t (*launch)(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
 };
 
 constexpr Instantiation kInstantiations[] = {
-    {DType::kBF16, 128, 128, "sm90 hdim128 bf16", LaunchForwardHdim128Bf16},
-    {DType::kF16, 128, 128, "sm90 hdim128 f16", LaunchForwardHdim128F16},
+    {DType::kBF16, 64, 64, "sm90 hdim64 bf16 128x160", LaunchForwardHdim64Bf16},
+    {DType::kF16, 64, 64, "sm90 hdim64 f16 128x192", LaunchForwardHdim64F16},
+    {DType::kBF16, 96, 96, "sm90 hdim96 bf16 128x128", LaunchForwardHdim96Bf16},
+    {DType::kF16, 96, 96, "sm90 hdim96 f16 128x128", LaunchForwardHdim96F16},
+    {DType::kBF16, 128, 128, "sm90 hdim128 bf16 128x128", LaunchForwardHdim128Bf16},
+    {DType::kF16, 128, 128, "sm90 hdim128 f16 128x128", LaunchForwardHdim128F16},
+    {DType::kBF16, 192, 128, "sm90 hdim192x128 bf16 128x96", LaunchForwardHdim192x128Bf16},
+    {DType::kF16, 192, 128, "sm90 hdim192x128 f16 128x96", LaunchForwardHdim192x128F16},
+    {DType::kBF16, 256, 256, "sm90 hdim256 bf16 128x64", LaunchForwardHdim256Bf16},
+    {DType::kF16, 256, 256, "sm90 hdim256 f16 128x64", LaunchForwardHdim256F16},
 };
 
 const Instantiation* Find(const Problem& problem) {
@@ -73,9 +81,7 @@ KernelParams MakeKernelParams(const ForwardParams& forward) {
   const int pack = 1 << params.pack_log2;
   params.num_kv_heads = problem.num_kv_heads;
   params.parts_per_group = problem.num_heads / problem.num_kv_heads / pack;
-  // Two adjacent tiles must lie in one tile of the table.
-  params.cluster = problem.tile_size % (2 * kBlockM / pack) == 0 ? 2 : 1;
-  params.parts_per_tile = problem.tile_size / (params.cluster * kBlockM / pack);
+  params.parts_per_tile = problem.tile_size / (kBlockM / pack);
   params.table_tile_size = problem.tile_size;
   const int64_t kv_head_bytes = int64_t{2} * problem.k_len * (problem.head_dim + problem.v_head_dim);
   params.section_kv_heads =
@@ -92,7 +98,7 @@ const char* RefuseForward(const ForwardParams& forward) {
   if (problem.dtype != DType::kBF16 && problem.dtype != DType::kF16) {
     return "sm90 forward takes bfloat16 and float16 q, k, v";
   }
-  if (Find(problem) == nullptr) return "sm90 forward takes head dims (q and k, v): 128, 128";
+  if (Find(problem) == nullptr) return "sm90 forward takes head dims (of q and k, of v) 64, 96, 128, 256, and 192 with 128";
   if (problem.num_kv_heads <= 0 || problem.num_heads % problem.num_kv_heads != 0) {
     return "sm90 forward needs a number of heads that is a multiple of the number of kv heads";
   }
@@ -127,13 +133,13 @@ cudaError_t Forward(const ForwardParams& forward, void* scratch, cudaStream_t st
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  const int clusters = std::min(params.num_work, std::max(num_sms / params.cluster, 1));
-  if (params.num_work > clusters) {
+  const int grid = std::min(params.num_work, num_sms);
+  if (params.num_work > grid) {
     params.counter = static_cast<int*>(scratch);
     error = cudaMemsetAsync(scratch, 0, sizeof(int), stream);
     if (error != cudaSuccess) return error;
   }
-  return instantiation->launch(forward, params, clusters, stream);
+  return instantiation->launch(forward, params, grid, stream);
 }
 
 }  // namespace magi_jax::sm90

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "xla_ffi/kernels/sm90/forward_launch.h"
+#include "xla_ffi/kernels/sm90/inspector.h"
 #include "xla_ffi/kernels/sm90/kernel_params.h"
 #include "xla_ffi/kernels/sm90/mainloop.h"
 #include "xla_ffi/kernels/sm90/producer.h"
@@ -29,37 +30,33 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     for (int i = 0; i < Traits::kStages; ++i) {
       BarrierInit(&shared.k_full[i], 1);
-      BarrierInit(&shared.k_empty[i], Traits::kConsumerWarps * Traits::kCluster);
+      BarrierInit(&shared.k_empty[i], Traits::kConsumerWarps + kInspectors);
       BarrierInit(&shared.v_full[i], 1);
-      BarrierInit(&shared.v_empty[i], Traits::kConsumerWarps * Traits::kCluster);
-    }
-    for (int i = 0; i < 2; ++i) {
-      BarrierInit(&shared.work_full[i], 1);
-      BarrierInit(&shared.work_empty[i], 1);
+      BarrierInit(&shared.v_clean[i], kInspectors);
+      BarrierInit(&shared.v_empty[i], Traits::kConsumerWarps + kInspectors);
     }
     BarrierInitFence();
     PrefetchTensorMap(&q_map);
     PrefetchTensorMap(&k_map);
     PrefetchTensorMap(&v_map);
   }
-  if (Traits::kCluster > 1) {
-    ClusterSync();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   if (threadIdx.x < 128) {
     LowerRegisters<Traits::kProducerRegisters>();
-    if (threadIdx.x < 32) Producer<Traits>(params, q_map, k_map, v_map, shared).Work();
+    if (threadIdx.x < 32) {
+      Producer<Traits>(params, q_map, k_map, v_map, shared).Work();
+    } else {
+      InspectValues(shared);
+    }
   } else {
     RaiseRegisters<Traits::kConsumerRegisters>();
     Consumer<Traits>(params, shared).Work();
   }
-  if (Traits::kCluster > 1) ClusterSync();  // the peer may still write into this block's shared memory
 }
 
 template <typename Traits>
-cudaError_t LaunchForward(const ForwardParams& forward, const KernelParams& params, int clusters, cudaStream_t stream) {
+cudaError_t LaunchForward(const ForwardParams& forward, const KernelParams& params, int grid, cudaStream_t stream) {
   constexpr CUtensorMapDataType kType = std::is_same_v<typename Traits::Element, __half>
                                             ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -74,28 +71,17 @@ cudaError_t LaunchForward(const ForwardParams& forward, const KernelParams& para
   cudaError_t error = MakeTensorMap(&q_map, kType, forward.q, problem.q_len, problem.num_heads, Traits::kHeadDim,
                                     64 / pack, pack);
   if (error != cudaSuccess) return error;
-  error = MakeTensorMap(&k_map, kType, k, k_rows, problem.num_kv_heads, Traits::kHeadDim,
-                        Traits::kBlockN / Traits::kCluster, 1);
+  error = MakeTensorMap(&k_map, kType, k, k_rows, problem.num_kv_heads, Traits::kHeadDim, Traits::kBlockN, 1);
   if (error != cudaSuccess) return error;
-  error = MakeTensorMap(&v_map, kType, v, k_rows, problem.num_kv_heads, Traits::kVHeadDim,
-                        Traits::kBlockN / Traits::kCluster, 1);
+  error = MakeTensorMap(&v_map, kType, v, k_rows, problem.num_kv_heads, Traits::kVHeadDim, Traits::kBlockN, 1);
   if (error != cudaSuccess) return error;
 
   constexpr int kSharedBytes = sizeof(SharedStorage<Traits>);
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
   error = cudaFuncSetAttribute(ForwardKernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {Traits::kCluster, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(clusters * Traits::kCluster);
-  config.blockDim = dim3(Traits::kThreads);
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, ForwardKernel<Traits>, q_map, k_map, v_map, params);
+  ForwardKernel<Traits><<<grid, Traits::kThreads, kSharedBytes, stream>>>(q_map, k_map, v_map, params);
+  return cudaGetLastError();
 }
 
 }  // namespace magi_jax::sm90

@@ -2,12 +2,10 @@
 
 namespace magi_jax::sm90 {
 
-cudaError_t LaunchForwardHdim128F16(const ForwardParams& forward, const KernelParams& params, int clusters,
-                                     cudaStream_t stream) {
-  if (params.cluster == 1) {
-    return LaunchForward<ForwardTraits<__half, 128, 128, 128, 2, 1>>(forward, params, clusters, stream);
-  }
-  return LaunchForward<ForwardTraits<__half, 128, 128, 128, 2, 2>>(forward, params, clusters, stream);
+cudaError_t LaunchForwardHdim128F16(const ForwardParams& forward, const KernelParams& params, int grid,
+                                    cudaStream_t stream) {
+  using Traits = ForwardTraits<__half, 128, 128, 128, 2, false>;
+  return LaunchForward<Traits>(forward, params, grid, stream);
 }
 
 }  // namespace magi_jax::sm90

@@ -4,8 +4,11 @@
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_KERNEL_PARAMS_H_
 
 #include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "xla_ffi/common/params.h"
 #include "xla_ffi/kernels/sm90/tma.h"
@@ -13,30 +16,29 @@
 namespace magi_jax::sm90 {
 
 // One instantiation. A tile has kBlockM rows, each a (token, head) pair: up to 8 heads of a group are packed, so that a
-// tile of a grouped model spans few tokens and loads keys once for all its heads. The kCluster blocks of a cluster
-// work side by side on tiles of adjacent tokens; each loads its share of every key block for all of them, since at
-// 128 rows a tile the multiprocessors would ask L2 for more than it has.
-template <typename ElementT, int kHeadDimT, int kVHeadDimT, int kBlockNT, int kStagesT = 2, int kClusterT = 1,
-          int kTurnsT = 1, int kQStagesT = 2, bool kLazyT = false>
+// tile of a grouped model spans few tokens and loads keys once for all its heads.
+template <typename ElementT, int kHeadDimT, int kVHeadDimT, int kBlockNT, int kQStagesT, bool kLazyT, int kStagesT = 2,
+          bool kTurnsT = true>
 struct ForwardTraits {
   using Element = ElementT;
+  using Pair = std::conditional_t<std::is_same_v<Element, __half>, __half2, __nv_bfloat162>;
   static constexpr int kHeadDim = kHeadDimT;
   static constexpr int kVHeadDim = kVHeadDimT;
   static constexpr int kBlockN = kBlockNT;  // keys of a block
   static constexpr int kStages = kStagesT;  // key and value blocks in shared memory
-  static constexpr int kCluster = kClusterT;
   static constexpr bool kLazy = kLazyT;  // keep the references of rows while sums stay in range
-  static constexpr int kTurns = kTurnsT;   // consumers take turns to issue products
+  static constexpr bool kTurns = kTurnsT;   // consumers take turns to issue products
 
   static constexpr int kConsumers = 2;                // warpgroups of 64 rows
   static constexpr int kBlockM = 64 * kConsumers;     // rows of a tile
   static constexpr int kQStages = kQStagesT;                  // tiles of queries in shared memory
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerWarps = 4 * kConsumers;
-  static constexpr int kProducerRegisters = kCluster == 1 || kBlockN > 128 ? 40 : 88;
-  static constexpr int kConsumerRegisters = kCluster == 1 || kBlockN > 128 ? 232 : 208;
+  static constexpr int kProducerRegisters = kVHeadDim > 128 ? 64 : 72;
+  static constexpr int kConsumerRegisters = kVHeadDim > 128 ? 224 : 216;
   static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 512, "the register file, per thread of a warpgroup");
 
+  static constexpr int kBadWords = (kBlockN + 31) / 32;
   static constexpr int kChunks = (kHeadDim + kChunk - 1) / kChunk;
   static constexpr int kVChunks = (kVHeadDim + kChunk - 1) / kChunk;
   static constexpr int kRowBytes = kChunk * 2;
@@ -44,8 +46,7 @@ struct ForwardTraits {
   static constexpr int kKBytes = kBlockN * kRowBytes * kChunks;
   static constexpr int kVBytes = kBlockN * kRowBytes * kVChunks;
 
-  static_assert(kCluster == 1 || kCluster == 2);
-  static_assert(kBlockN % (8 * kCluster) == 0, "each block loads whole swizzle atoms");
+  static_assert(kBlockN % 8 == 0, "swizzle atoms have 8 rows");
   static_assert(kHeadDim % 16 == 0 && kVHeadDim % 32 == 0 && kBlockN % 16 == 0);
 };
 
@@ -57,6 +58,7 @@ enum BlockFlags : int32_t {
   kEndOfWork = 8,    // no block; the consumer is done
 };
 
+constexpr int kInspectors = 3;  // warps that look through values, beside the producer warp
 constexpr int kMaxInlineSlices = 16;
 constexpr int kBlockSlots = 4;  // two more than the stages of any instantiation: see Producer::NoteBlock
 
@@ -80,11 +82,13 @@ struct SharedStorage {
   alignas(1024) uint8_t v[Traits::kStages][Traits::kVBytes];   // [chunk][kBlockN rows]
   BlockNote blocks[kBlockSlots];
   TileNote tiles[Traits::kQStages];
-  int next_work[2];  // from the first block of a cluster to the second
-  uint64_t work_full[2], work_empty[2];
+  // Found by each inspector in masked blocks; the keys, by column, only where it found any.
+  uint32_t bad_keys[Traits::kStages][kInspectors][Traits::kBadWords];
+  bool has_bad_keys[Traits::kStages][kInspectors + 1];
   uint64_t q_full[Traits::kQStages], q_empty[Traits::kQStages];
   uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
+  uint64_t v_clean[Traits::kStages];  // values of masked blocks are finite
 };
 
 struct KernelParams {
@@ -99,13 +103,12 @@ struct KernelParams {
   bool transform;                  // logits need TransformLogits, with
   float transform_scale, cap_log2;  // 2 log2(e) scale / cap and cap log2(e); uncapped, log2(e) scale and 0
 
-  // Work, an item per cluster: (section of kv heads, rank of the table tile, kv head, part of the group, part of the table tile).
+  // Work: (section of kv heads, rank of the table tile, kv head, part of the group, part of the table tile).
   int pack_log2;          // heads of a tile, log2
   int parts_per_group;    // tiles that cover the heads of one group
   int parts_per_tile;     // work items that cover the tokens of one table tile
   int table_tile_size;
   int num_kv_heads, section_kv_heads;
-  int cluster;  // blocks that share keys
   int num_work;
 };
 

@@ -63,11 +63,13 @@ struct Consumer {
       block = next;
     }
 
+    const uint32_t poisoned = CheckValues(block, tile);
     WaitForValues();
     WgmmaFence();
     IssuePV(block);
     WgmmaWait<0>();
     PinRegisters(o);
+    if (__builtin_expect(poisoned, 0)) Poison(poisoned);
     Epilogue<Traits>::Write(params, tile, thread_row, scale_log2, stats, o);
     if (Traits::kTurns && warpgroup == 0) NamedBarrierSync(kTurnBarrier, 256);  // the other's last turn
   }
@@ -93,6 +95,7 @@ struct Consumer {
     const bool new_tile = next.flags & kFirstBlock;
     const TileNote finished = tile;
     const RowStats finished_stats = stats;
+    const uint32_t poisoned = CheckValues(block, tile);
     if (new_tile) StartTile();
     float s[kLogits];
     TakeTurn();
@@ -101,10 +104,9 @@ struct Consumer {
     WgmmaCommit();
     WaitForValues();
     IssuePV(block);
-    if (Traits::kTurns == 1) PassTurn();
+    if (Traits::kTurns) PassTurn();
 
     WgmmaWait<1>();
-    if (Traits::kTurns == 2) PassTurn();
     PinRegisters(s);
     float rescale[2];
     bool moved = false;
@@ -130,6 +132,7 @@ struct Consumer {
       WgmmaWait<0, 2>();
       FinishPV();
     }
+    if (__builtin_expect(poisoned, 0)) Poison(poisoned);
     if (new_tile) Epilogue<Traits>::Write(params, finished, thread_row, scale_log2, finished_stats, o);
     PackProbabilities<Element>(s, p);
   }
@@ -146,6 +149,38 @@ struct Consumer {
 
   __device__ __forceinline__ void WaitForValues() {
     BarrierWait(&shared.v_full[SlotOf<Traits::kStages>(blocks - 1)], ParityOf<Traits::kStages>(blocks - 1));
+  }
+
+  // Waits until the values of `block` are inspected, if it has a mask. Returns bit i where this thread's row i of
+  // `rows_tile` sees a value that is not finite.
+  __device__ __forceinline__ uint32_t CheckValues(const BlockHeader& block, const TileNote& rows_tile) {
+    if (!(block.flags & kMaskedBlock)) return 0;
+    const int slot = SlotOf<Traits::kStages>(blocks - 1);
+    BarrierWait(&shared.v_clean[slot], ParityOf<Traits::kStages>(blocks - 1));
+    const bool* found = shared.has_bad_keys[slot];
+    if (__builtin_expect(!found[0] && !found[1] && !found[2], 1)) return 0;
+    RowMask<kLogits / 2> rows[2];
+    MaskRows(block, blocks - 1, rows_tile, rows);
+    uint32_t poisoned = 0;
+#pragma unroll
+    for (int word = 0; word < RowMask<kLogits / 2>::kWords; ++word) {
+#pragma unroll 1
+      for (int bit = 0; bit < 32 && word * 32 + bit < kLogits / 2; ++bit) {
+        const int element = word * 32 + bit, column = element / 2 * 8 + threadIdx.x % 4 * 2 + element % 2;
+        uint32_t bad = 0;
+        for (int i = 0; i < kInspectors; ++i) {
+          if (found[i]) bad |= shared.bad_keys[slot][i][column / 32] >> column % 32 & 1;
+        }
+        poisoned |= bad & rows[0].words[word] >> bit | (bad & rows[1].words[word] >> bit) << 1;
+      }
+    }
+    poisoned |= __shfl_xor_sync(0xFFFFFFFF, poisoned, 1);
+    return poisoned | __shfl_xor_sync(0xFFFFFFFF, poisoned, 2);
+  }
+
+  __device__ __forceinline__ void Poison(uint32_t rows) {
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) o[i] = rows >> i / 2 % 2 & 1 ? NAN : o[i];
   }
 
   __device__ __forceinline__ void StartTile() {
@@ -226,10 +261,17 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void MaskBlock(const BlockHeader& block, float (&s)[kLogits]) {
-    const int lane_column = threadIdx.x % 4 * 2;
-    const int queries[2] = {tile.token + (thread_row >> params.pack_log2),
-                            tile.token + ((thread_row + 8) >> params.pack_log2)};
     RowMask<kLogits / 2> rows[2];
+    MaskRows(block, blocks, tile, rows);
+    ApplyMask(s, rows);
+  }
+
+  // What the rows of `rows_tile` see of the `index`-th block.
+  __device__ __forceinline__ void MaskRows(const BlockHeader& block, uint32_t index, const TileNote& rows_tile,
+                                           RowMask<kLogits / 2> (&rows)[2]) {
+    const int lane_column = threadIdx.x % 4 * 2;
+    const int queries[2] = {rows_tile.token + (thread_row >> params.pack_log2),
+                            rows_tile.token + ((thread_row + 8) >> params.pack_log2)};
     rows[0].Clear();
     rows[1].Clear();
     const bool inline_slices = block.num_slices >= 0;
@@ -237,7 +279,7 @@ struct Consumer {
     for (int i = 0; i < count; ++i) {
       Slice slice;
       if (inline_slices) {
-        slice = shared.blocks[SlotOf<kBlockSlots>(blocks)].slices[i];
+        slice = shared.blocks[SlotOf<kBlockSlots>(index)].slices[i];
       } else {
         const int id = params.by_query.ids[block.ids_begin + i];
         slice = params.slices[min(max(id, 0), params.num_slices - 1)];
@@ -245,17 +287,11 @@ struct Consumer {
 #pragma unroll
       for (int row = 0; row < 2; ++row) rows[row].Add(slice, queries[row], block.key_start, lane_column);
     }
-    ApplyMask(s, rows);
   }
 
-  // One lane of each warp speaks for it: the warp's own products are done. Keys and values come from all blocks of the
-  // cluster, so that each is told.
+  // One lane of each warp speaks for it: the warp's own products are done.
   __device__ __forceinline__ void Release(uint64_t* barrier) {
-    if (Traits::kCluster == 1) {
-      if (threadIdx.x % 32 == 0) BarrierArrive(barrier);
-    } else {
-      if (threadIdx.x % 32 < Traits::kCluster) BarrierArriveAtPeer(barrier, threadIdx.x % 32);
-    }
+    if (threadIdx.x % 32 == 0) BarrierArrive(barrier);
   }
 
   __device__ __forceinline__ void FinishPV() {

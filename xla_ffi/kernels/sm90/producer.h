@@ -14,19 +14,12 @@
 
 namespace magi_jax::sm90 {
 
-// One slice, cut to the rows of a tile: keys seen by any row, and keys seen by every row; and keys seen by any row of
-// the cluster's tiles, which is what the cluster walks.
+// One slice, cut to the rows of a tile: keys seen by any row, and keys seen by every row.
 struct LaneSlice {
   int id;
-  int walk_begin, walk_end, any_begin, any_end, all_begin, all_end;
+  int any_begin, any_end, all_begin, all_end;
 
-  __device__ __forceinline__ void Clear() { walk_begin = walk_end = any_begin = any_end = all_begin = all_end = 0; }
-
-  __device__ __forceinline__ void CutWalk(const Slice& slice, int first_token, int last_token) {
-    const int low = max(slice.q_start, first_token), high = min(slice.q_end - 1, last_token);
-    walk_begin = max(slice.k_start, low + slice.d_min);
-    walk_end = low <= high ? min(slice.k_end, high + slice.d_max + 1) : walk_begin;
-  }
+  __device__ __forceinline__ void Clear() { any_begin = any_end = all_begin = all_end = 0; }
 
   __device__ __forceinline__ void Cut(const Slice& slice, int first_token, int last_token) {
     const int low = max(slice.q_start, first_token), high = min(slice.q_end - 1, last_token);
@@ -44,14 +37,12 @@ struct Producer {
   const CUtensorMap &q_map, &k_map, &v_map;
   SharedStorage<Traits>& shared;
   const int lane;
-  const uint32_t rank;  // in the cluster
 
   uint32_t tiles = 0, blocks = 0;  // sent so far; the values of the last block may still be pending
   int pending_key = -1, pending_kv_head = 0;  // block whose values are still to be loaded
 
   WorkTile tile;
-  int token, last_token;  // of this block's tile, inside the sequence
-  int walk_last_token;    // of the cluster's tiles
+  int last_token;    // of the tile, inside the sequence
   int noted_key;     // of the block whose note is written; negative: none of this tile
   bool noted_first;  // it is the first of the tile
   Run run;
@@ -60,18 +51,16 @@ struct Producer {
 
   // Walks all tiles of this block of the grid.
   __device__ void Work() {
-    TileScheduler<Traits> scheduler(shared, rank);
-    const int tokens_per_tile = Traits::kBlockM >> params.pack_log2, walk_tokens = tokens_per_tile * Traits::kCluster;
+    TileScheduler scheduler;
+    const int tokens_per_tile = Traits::kBlockM >> params.pack_log2;
     while (scheduler.HasWork(params)) {
       scheduler.Request(params);
-      tile = DecodeWork(params, scheduler.work, walk_tokens);
+      tile = DecodeWork(params, scheduler.work, tokens_per_tile);
       if (tile.token < params.q_len) {
-        token = tile.token + rank * tokens_per_tile;
-        last_token = min(token + tokens_per_tile, params.q_len) - 1;
-        walk_last_token = min(tile.token + walk_tokens, params.q_len) - 1;
+        last_token = min(tile.token + tokens_per_tile, params.q_len) - 1;
         WalkTile();
       }
-      scheduler.Advance(params);
+      scheduler.Advance();
     }
     LoadPendingValues();
     const int k_slot = SlotOf<Traits::kStages>(blocks);
@@ -115,17 +104,16 @@ struct Producer {
     if (index >= run.ids_end) return;
     mine.id = min(max(params.by_query.ids[index], 0), params.num_slices - 1);
     const Slice slice = params.slices[mine.id];
-    mine.Cut(slice, token, last_token);
-    mine.CutWalk(slice, tile.token, walk_last_token);
+    mine.Cut(slice, tile.token, last_token);
   }
 
-  // First key at or after `key` that some row of the cluster sees, or INT_MAX.
+  // First key at or after `key` that some row of the tile sees, or INT_MAX.
   __device__ __forceinline__ int FirstVisible(int key) {
     int first = INT_MAX;
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
       if (num_chunks > 1) LoadSlices(chunk);
-      const int candidate = max(mine.walk_begin, key);
-      if (candidate < mine.walk_end) first = min(first, candidate);
+      const int candidate = max(mine.any_begin, key);
+      if (candidate < mine.any_end) first = min(first, candidate);
     }
     return __reduce_min_sync(0xFFFFFFFF, first);
   }
@@ -135,13 +123,13 @@ struct Producer {
     const int q_slot = SlotOf<Traits::kQStages>(tiles);
     BarrierWait(&shared.q_empty[q_slot], ParityOf<Traits::kQStages>(tiles) ^ 1);
     if (lane == 0) {
-      shared.tiles[q_slot] = {token, tile.head};
+      shared.tiles[q_slot] = {tile.token, tile.head};
       uint64_t* barrier = &shared.q_full[q_slot];
       BarrierArriveExpect(barrier, Traits::kQBytes);
       uint8_t* destination = shared.q[q_slot];
 #pragma unroll
       for (int i = 0; i < Traits::kConsumers * Traits::kChunks; ++i) {
-        const int first_row = token + (64 >> params.pack_log2) * (i / Traits::kChunks);
+        const int first_row = tile.token + (64 >> params.pack_log2) * (i / Traits::kChunks);
         CopyBox(destination + i * 64 * Traits::kRowBytes, &q_map, barrier, i % Traits::kChunks * kChunk, tile.head,
                 first_row, kEvictFirst);
       }
@@ -208,20 +196,13 @@ struct Producer {
     pending_key = -1;
   }
 
-  // Loads this block's share of the rows, for all blocks of the cluster.
   template <int kChunks>
   __device__ __forceinline__ void LoadRows(uint8_t* destination, const CUtensorMap& map, uint64_t* barrier,
                                            int kv_head, int key) {
-    constexpr int kRows = Traits::kBlockN / Traits::kCluster;
-    const int first_row = rank * kRows;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      uint8_t* rows = destination + (chunk * Traits::kBlockN + first_row) * Traits::kRowBytes;
-      if constexpr (Traits::kCluster > 1) {
-        CopyBoxToCluster(rows, &map, barrier, chunk * kChunk, kv_head, key + first_row, kEvictLast);
-      } else {
-        CopyBox(rows, &map, barrier, chunk * kChunk, kv_head, key, kEvictLast);
-      }
+      CopyBox(destination + chunk * Traits::kBlockN * Traits::kRowBytes, &map, barrier, chunk * kChunk, kv_head, key,
+              kEvictLast);
     }
   }
 
@@ -230,7 +211,7 @@ struct Producer {
     const int pack = 1 << params.pack_log2;
     const int words = Traits::kVHeadDim * (params.out_is_f32 ? 4 : 2) / 16 * pack;  // of 16 bytes, per token
     const int row_words = words / pack * params.num_heads;
-    for (int row = token; row <= last_token; ++row) {
+    for (int row = tile.token; row <= last_token; ++row) {
       uint4* out = static_cast<uint4*>(params.out) + static_cast<int64_t>(row) * row_words + words / pack * tile.head;
       for (int i = lane; i < words; i += 32) out[i] = make_uint4(0, 0, 0, 0);
       float* lse = params.lse + static_cast<int64_t>(row) * params.num_heads + tile.head;
@@ -241,8 +222,7 @@ struct Producer {
  public:
   __device__ __forceinline__ Producer(const KernelParams& params, const CUtensorMap& q_map, const CUtensorMap& k_map,
                                       const CUtensorMap& v_map, SharedStorage<Traits>& shared)
-      : params(params), q_map(q_map), k_map(k_map), v_map(v_map), shared(shared), lane(threadIdx.x % 32),
-        rank(Traits::kCluster > 1 ? ClusterRank() : 0) {}
+      : params(params), q_map(q_map), k_map(k_map), v_map(v_map), shared(shared), lane(threadIdx.x % 32) {}
 };
 
 }  // namespace magi_jax::sm90

@@ -48,57 +48,8 @@ __device__ __forceinline__ void BarrierWait(uint64_t* barrier, uint32_t parity) 
   }
 }
 
-// --- clusters: a pair of blocks that can reach each other's shared memory ---
-
-__device__ __forceinline__ uint32_t ClusterRank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// Where the block of the given rank has what this block has at `pointer`.
-__device__ __forceinline__ uint32_t PeerAddress(const void* pointer, uint32_t rank) {
-  uint32_t address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(SharedAddress(pointer)), "r"(rank));
-  return address;
-}
-
-__device__ __forceinline__ void StoreToPeer(uint32_t address, int value) {
-  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
-// Says that this warp's tensor-core reads are done. No release at cluster scope: that costs a fence that waits for
-// all of the warp's memory traffic, and finished products have nothing left to order.
-__device__ __forceinline__ void BarrierArriveAtPeer(uint64_t* barrier, uint32_t rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(PeerAddress(barrier, rank)) : "memory");
-}
-
-// Arrives after earlier writes of this thread to the peer's shared memory.
-__device__ __forceinline__ void BarrierReleaseToPeer(uint64_t* barrier, uint32_t rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(PeerAddress(barrier, rank))
-               : "memory");
-}
-
-// BarrierWait that also sees what the peer wrote before it arrived.
-__device__ __forceinline__ void BarrierWaitForPeer(uint64_t* barrier, uint32_t parity) {
-  const uint32_t address = SharedAddress(barrier);
-  uint32_t done = 0;
-  while (!done) {
-    asm volatile(
-        "{\n"
-        ".reg .pred complete;\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, complete;\n"
-        "}\n"
-        : "=r"(done)
-        : "r"(address), "r"(parity)
-        : "memory");
-  }
-}
-
-__device__ __forceinline__ void ClusterSync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+// Makes this thread's ordinary writes to shared memory visible to the tensor cores.
+__device__ __forceinline__ void ProxyFence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- named barriers, for turns between the consumer warpgroups ---
 

@@ -1,4 +1,4 @@
-// Which tiles a cluster of the persistent grid works on next.
+// Which tile a block of the persistent grid works on next.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_TILE_SCHEDULER_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_TILE_SCHEDULER_H_
@@ -9,7 +9,7 @@ namespace magi_jax::sm90 {
 
 struct WorkTile {
   int table_tile;  // tile of the slice table whose runs apply
-  int token;       // first of the tokens of all the cluster's tiles; may be past the last row
+  int token;       // first of the tile's 128 / pack tokens; may be past the last row
   int head, kv_head;
 };
 
@@ -33,47 +33,18 @@ __device__ __forceinline__ WorkTile DecodeWork(const KernelParams& params, int w
           (kv_head * params.parts_per_group + part) << params.pack_log2, kv_head};
 }
 
-// Asks for the next item early and reads the answer late, so that the trip to memory is hidden. The first block of a
-// cluster asks, and hands the answer to the second through shared memory.
-template <typename Traits>
+// Asks for the next tile early and reads the answer late, so that the trip to memory is hidden.
 struct TileScheduler {
-  SharedStorage<Traits>& shared;
-  const uint32_t rank;  // in the cluster
-  int work, next;
-  uint32_t items = 0;
-
-  __device__ __forceinline__ TileScheduler(SharedStorage<Traits>& shared, uint32_t rank)
-      : shared(shared), rank(rank), work(blockIdx.x / Traits::kCluster) {}
+  int work = blockIdx.x, next;
 
   __device__ __forceinline__ bool HasWork(const KernelParams& params) const { return work < params.num_work; }
 
   __device__ __forceinline__ void Request(const KernelParams& params) {
-    const int step = gridDim.x / Traits::kCluster;
-    next = work + step;
-    if (params.counter != nullptr && rank == 0 && threadIdx.x % 32 == 0) next = atomicAdd(params.counter, 1) + step;
+    next = work + gridDim.x;
+    if (params.counter != nullptr && threadIdx.x % 32 == 0) next = atomicAdd(params.counter, 1) + gridDim.x;
   }
 
-  __device__ __forceinline__ void Advance(const KernelParams& params) {
-    if (Traits::kCluster > 1 && params.counter != nullptr) Share();
-    work = __shfl_sync(0xFFFFFFFF, next, 0);
-  }
-
- private:
-  __device__ __forceinline__ void Share() {
-    if (rank == 0) {
-      BarrierWaitForPeer(&shared.work_empty[SlotOf<2>(items)], ParityOf<2>(items) ^ 1);
-      if (threadIdx.x % 32 == 0) {
-        StoreToPeer(PeerAddress(&shared.next_work[SlotOf<2>(items)], 1), next);
-        BarrierReleaseToPeer(&shared.work_full[SlotOf<2>(items)], 1);
-      }
-    } else {
-      BarrierWaitForPeer(&shared.work_full[SlotOf<2>(items)], ParityOf<2>(items));
-      next = shared.next_work[SlotOf<2>(items)];
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) BarrierReleaseToPeer(&shared.work_empty[SlotOf<2>(items)], 0);
-    }
-    ++items;
-  }
+  __device__ __forceinline__ void Advance() { work = __shfl_sync(0xFFFFFFFF, next, 0); }
 };
 
 }  // namespace magi_jax::sm90

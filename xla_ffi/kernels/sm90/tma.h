@@ -62,16 +62,6 @@ __device__ __forceinline__ void CopyBox(void* destination, const CUtensorMap* ma
       : "memory");
 }
 
-// The same, to the same place in both blocks of a cluster, counted by the barrier of each.
-__device__ __forceinline__ void CopyBoxToCluster(void* destination, const CUtensorMap* map, uint64_t* barrier,
-                                                 int column, int head, int row, uint64_t hint) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
-      " [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(SharedAddress(destination)),
-      "l"(map), "r"(SharedAddress(barrier)), "r"(column), "r"(head), "r"(row), "h"(uint16_t{3}), "l"(hint)
-      : "memory");
-}
-
 }  // namespace magi_jax::sm90
 
 #endif  // MAGI_JAX_XLA_FFI_KERNELS_SM90_TMA_H_

@@ -1,0 +1,11 @@
+#include "xla_ffi/kernels/sm90/forward.cuh"
+
+namespace magi_jax::sm90 {
+
+cudaError_t LaunchForwardHdim256F16(const ForwardParams& forward, const KernelParams& params, int grid,
+                                    cudaStream_t stream) {
+  using Traits = ForwardTraits<__half, 256, 256, 64, 1, false>;
+  return LaunchForward<Traits>(forward, params, grid, stream);
+}
+
+}  // namespace magi_jax::sm90
