@@ -1,5 +1,6 @@
-// Writes a warpgroup's finished rows straight from registers: the quad that shares a row trades words until each
-// thread has 16 contiguous bytes, so that no shared memory is needed and the next tile can run on.
+// Writes a warpgroup's finished rows straight from registers: the quad that shares a row trades
+// words until each thread has 16 contiguous bytes, so that no shared memory is needed and the next
+// tile can run on.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_EPILOGUE_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_EPILOGUE_H_
@@ -34,8 +35,9 @@ struct Epilogue {
   static constexpr int kCount = Traits::kVHeadDim / 2;  // accumulators of a thread
 
   // Takes the sums over all keys; `row_in_tile` is this thread's first row, its second is 8 below.
-  static __device__ __forceinline__ void Write(const KernelParams& params, const TileNote& tile, int row_in_tile,
-                                               float scale_log2, const RowStats& stats, float (&o)[kCount]) {
+  static __device__ __forceinline__ void Write(const KernelParams& params, const TileNote& tile,
+                                               int row_in_tile, float scale_log2,
+                                               const RowStats& stats, float (&o)[kCount]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int packed_row = row_in_tile + 8 * row;
@@ -61,8 +63,8 @@ struct Epilogue {
   }
 
  private:
-  static __device__ __forceinline__ void StoreElements(Element* out, bool inside, int row, float weight,
-                                                       const float (&o)[kCount]) {
+  static __device__ __forceinline__ void StoreElements(Element* out, bool inside, int row,
+                                                       float weight, const float (&o)[kCount]) {
     const int lane_in_quad = threadIdx.x % 4;
 #pragma unroll
     for (int group = 0; group < kCount / 16; ++group) {  // 32 columns
@@ -88,21 +90,25 @@ struct Epilogue {
     }
   }
 
-  // Merges the rows with those already in `out` and `lse`, of other keys; leaves the joint lse in `lse`.
-  static __device__ __forceinline__ void Merge(const KernelParams& params, int64_t index, bool inside, int row,
-                                               float weight, float& lse, const float (&o)[kCount]) {
+  // Merges the rows with those already in `out` and `lse`, of other keys; leaves the joint lse in
+  // `lse`.
+  static __device__ __forceinline__ void Merge(const KernelParams& params, int64_t index,
+                                               bool inside, int row, float weight, float& lse,
+                                               const float (&o)[kCount]) {
     const float earlier_lse = inside ? params.lse[index] : -INFINITY;
     __syncwarp();  // every thread of the quad has read lse before one of them overwrites it
     const float top = fmaxf(earlier_lse, lse);
     const float base = top == -INFINITY ? 0.0f : top;
-    const float earlier_share = Exp2((earlier_lse - base) * kLog2e), share = Exp2((lse - base) * kLog2e);
+    const float earlier_share = Exp2((earlier_lse - base) * kLog2e),
+                share = Exp2((lse - base) * kLog2e);
     const float total = earlier_share + share;
     const float inverse = total == 0.0f ? 0.0f : Reciprocal(total);
     weight *= share * inverse;
     const float earlier_weight = earlier_share * inverse;
     lse = total == 0.0f ? -INFINITY : base + Log2(total) * kLn2;
     float2* destination =
-        reinterpret_cast<float2*>(static_cast<float*>(params.out) + index * Traits::kVHeadDim) + threadIdx.x % 4;
+        reinterpret_cast<float2*>(static_cast<float*>(params.out) + index * Traits::kVHeadDim) +
+        threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       const int i = 4 * j + 2 * row;

@@ -1,20 +1,21 @@
-// Host side of the Hopper forward: which problems it takes, and how one is dealt out over the device.
-
-#include "xla_ffi/kernels/sm90/forward.h"
+// Host side of the Hopper forward: which problems it takes, and how one is dealt out over the
+// device.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 
+#include "xla_ffi/kernels/sm90/forward.h"
 #include "xla_ffi/kernels/sm90/forward_launch.h"
 #include "xla_ffi/kernels/sm90/kernel_params.h"
 
 namespace magi_jax::sm90 {
 namespace {
 
-constexpr int kBlockM = 128;  // rows of a work tile, in all instantiations
+constexpr int kBlockM = 128;     // rows of a work tile, in all instantiations
 constexpr int kMaxPackLog2 = 3;  // at most 8 heads in a work tile
-// Keys and values of one section of kv heads should stay in L2 (50 MiB or more) beside queries and outputs.
+// Keys and values of one section of kv heads should stay in L2 (50 MiB or more) beside queries and
+// outputs.
 constexpr int64_t kSectionBytes = int64_t{24} << 20;
 
 struct Instantiation {
@@ -74,7 +75,8 @@ KernelParams MakeKernelParams(const ForwardParams& forward) {
   params.accumulate = forward.accumulate;
   const float cap = problem.logits_soft_cap;
   params.transform = cap != 0.0f || !(problem.scale > 0.0f);
-  params.transform_scale = cap != 0.0f ? 2.0f * kLog2e * problem.scale / cap : kLog2e * problem.scale;
+  params.transform_scale =
+      cap != 0.0f ? 2.0f * kLog2e * problem.scale / cap : kLog2e * problem.scale;
   params.cap_log2 = cap * kLog2e;
 
   params.pack_log2 = PackLog2(problem);
@@ -83,11 +85,12 @@ KernelParams MakeKernelParams(const ForwardParams& forward) {
   params.parts_per_group = problem.num_heads / problem.num_kv_heads / pack;
   params.parts_per_tile = problem.tile_size / (kBlockM / pack);
   params.table_tile_size = problem.tile_size;
-  const int64_t kv_head_bytes = int64_t{2} * problem.k_len * (problem.head_dim + problem.v_head_dim);
-  params.section_kv_heads =
-      static_cast<int>(std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(kv_head_bytes, 1), 1, problem.num_kv_heads));
-  params.num_work =
-      forward.by_query.num_tiles * problem.num_kv_heads * params.parts_per_group * params.parts_per_tile;
+  const int64_t kv_head_bytes =
+      int64_t{2} * problem.k_len * (problem.head_dim + problem.v_head_dim);
+  params.section_kv_heads = static_cast<int>(std::clamp<int64_t>(
+      kSectionBytes / std::max<int64_t>(kv_head_bytes, 1), 1, problem.num_kv_heads));
+  params.num_work = forward.by_query.num_tiles * problem.num_kv_heads * params.parts_per_group *
+                    params.parts_per_tile;
   return params;
 }
 
@@ -98,18 +101,21 @@ const char* RefuseForward(const ForwardParams& forward) {
   if (problem.dtype != DType::kBF16 && problem.dtype != DType::kF16) {
     return "sm90 forward takes bfloat16 and float16 q, k, v";
   }
-  if (Find(problem) == nullptr) return "sm90 forward takes head dims (of q and k, of v) 64, 96, 128, 256, and 192 with 128";
+  if (Find(problem) == nullptr)
+    return "sm90 forward takes head dims (of q and k, of v) 64, 96, 128, 256, and 192 with 128";
   if (problem.num_kv_heads <= 0 || problem.num_heads % problem.num_kv_heads != 0) {
     return "sm90 forward needs a number of heads that is a multiple of the number of kv heads";
   }
   if (problem.tile_size <= 0 || problem.tile_size % (kBlockM >> PackLog2(problem)) != 0) {
     return "sm90 forward needs a slice table whose tile size is a multiple of 128";
   }
-  if (forward.accumulate && forward.out_dtype != DType::kF32) return "sm90 forward accumulates in float32 only";
+  if (forward.accumulate && forward.out_dtype != DType::kF32)
+    return "sm90 forward accumulates in float32 only";
   if (forward.out_dtype != DType::kF32 && forward.out_dtype != problem.dtype) {
     return "sm90 forward writes float32 or the type of q";
   }
-  if (!IsAligned(forward.q) || !IsAligned(forward.k) || !IsAligned(forward.v) || !IsAligned(forward.out)) {
+  if (!IsAligned(forward.q) || !IsAligned(forward.k) || !IsAligned(forward.v) ||
+      !IsAligned(forward.out)) {
     return "sm90 forward needs q, k, v and out aligned to 16 bytes";
   }
   return nullptr;
@@ -119,8 +125,9 @@ size_t ForwardScratchBytes(const Problem&) { return sizeof(int); }
 
 void DescribeForward(const Problem& problem, char* text, size_t size) {
   const Instantiation* found = Find(problem);
-  std::snprintf(text, size, "%s, %d heads x %d tokens a tile", found == nullptr ? "none" : found->name,
-                1 << PackLog2(problem), kBlockM >> PackLog2(problem));
+  std::snprintf(text, size, "%s, %d heads x %d tokens a tile",
+                found == nullptr ? "none" : found->name, 1 << PackLog2(problem),
+                kBlockM >> PackLog2(problem));
 }
 
 cudaError_t Forward(const ForwardParams& forward, void* scratch, cudaStream_t stream) {

@@ -1,4 +1,5 @@
-// The forward kernel and its launch. Instantiated once per (type, head dim), each in a file of its own.
+// The forward kernel and its launch. Instantiated once per (type, head dim), each in a file of its
+// own.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_FORWARD_CUH_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_FORWARD_CUH_
@@ -18,8 +19,10 @@ namespace magi_jax::sm90 {
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    ForwardKernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
-                  const __grid_constant__ CUtensorMap v_map, const __grid_constant__ KernelParams params) {
+    ForwardKernel(const __grid_constant__ CUtensorMap q_map,
+                  const __grid_constant__ CUtensorMap k_map,
+                  const __grid_constant__ CUtensorMap v_map,
+                  const __grid_constant__ KernelParams params) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<SharedStorage<Traits>*>(shared_bytes);
 
@@ -56,7 +59,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 template <typename Traits>
-cudaError_t LaunchForward(const ForwardParams& forward, const KernelParams& params, int grid, cudaStream_t stream) {
+cudaError_t LaunchForward(const ForwardParams& forward, const KernelParams& params, int grid,
+                          cudaStream_t stream) {
   constexpr CUtensorMapDataType kType = std::is_same_v<typename Traits::Element, __half>
                                             ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -68,19 +72,23 @@ cudaError_t LaunchForward(const ForwardParams& forward, const KernelParams& para
   const void* v = no_keys ? forward.q : forward.v;
   const int k_rows = std::max(problem.k_len, 1);
   CUtensorMap q_map, k_map, v_map;
-  cudaError_t error = MakeTensorMap(&q_map, kType, forward.q, problem.q_len, problem.num_heads, Traits::kHeadDim,
-                                    64 / pack, pack);
+  cudaError_t error = MakeTensorMap(&q_map, kType, forward.q, problem.q_len, problem.num_heads,
+                                    Traits::kHeadDim, 64 / pack, pack);
   if (error != cudaSuccess) return error;
-  error = MakeTensorMap(&k_map, kType, k, k_rows, problem.num_kv_heads, Traits::kHeadDim, Traits::kBlockN, 1);
+  error = MakeTensorMap(&k_map, kType, k, k_rows, problem.num_kv_heads, Traits::kHeadDim,
+                        Traits::kBlockN, 1);
   if (error != cudaSuccess) return error;
-  error = MakeTensorMap(&v_map, kType, v, k_rows, problem.num_kv_heads, Traits::kVHeadDim, Traits::kBlockN, 1);
+  error = MakeTensorMap(&v_map, kType, v, k_rows, problem.num_kv_heads, Traits::kVHeadDim,
+                        Traits::kBlockN, 1);
   if (error != cudaSuccess) return error;
 
   constexpr int kSharedBytes = sizeof(SharedStorage<Traits>);
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
-  error = cudaFuncSetAttribute(ForwardKernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  error = cudaFuncSetAttribute(ForwardKernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               kSharedBytes);
   if (error != cudaSuccess) return error;
-  ForwardKernel<Traits><<<grid, Traits::kThreads, kSharedBytes, stream>>>(q_map, k_map, v_map, params);
+  ForwardKernel<Traits>
+      <<<grid, Traits::kThreads, kSharedBytes, stream>>>(q_map, k_map, v_map, params);
   return cudaGetLastError();
 }
 

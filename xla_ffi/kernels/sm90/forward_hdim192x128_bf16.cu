@@ -2,8 +2,8 @@
 
 namespace magi_jax::sm90 {
 
-cudaError_t LaunchForwardHdim192x128Bf16(const ForwardParams& forward, const KernelParams& params, int grid,
-                                         cudaStream_t stream) {
+cudaError_t LaunchForwardHdim192x128Bf16(const ForwardParams& forward, const KernelParams& params,
+                                         int grid, cudaStream_t stream) {
   using Traits = ForwardTraits<__nv_bfloat16, 192, 128, 96, 2, true>;
   return LaunchForward<Traits>(forward, params, grid, stream);
 }

@@ -2,8 +2,8 @@
 
 namespace magi_jax::sm90 {
 
-cudaError_t LaunchForwardHdim256F16(const ForwardParams& forward, const KernelParams& params, int grid,
-                                    cudaStream_t stream) {
+cudaError_t LaunchForwardHdim256F16(const ForwardParams& forward, const KernelParams& params,
+                                    int grid, cudaStream_t stream) {
   using Traits = ForwardTraits<__half, 256, 256, 64, 1, false>;
   return LaunchForward<Traits>(forward, params, grid, stream);
 }

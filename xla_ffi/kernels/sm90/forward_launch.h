@@ -10,16 +10,26 @@
 
 namespace magi_jax::sm90 {
 
-cudaError_t LaunchForwardHdim64Bf16(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
-cudaError_t LaunchForwardHdim64F16(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
-cudaError_t LaunchForwardHdim96Bf16(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
-cudaError_t LaunchForwardHdim96F16(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
-cudaError_t LaunchForwardHdim128Bf16(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
-cudaError_t LaunchForwardHdim128F16(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
-cudaError_t LaunchForwardHdim192x128Bf16(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
-cudaError_t LaunchForwardHdim192x128F16(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
-cudaError_t LaunchForwardHdim256Bf16(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
-cudaError_t LaunchForwardHdim256F16(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
+cudaError_t LaunchForwardHdim64Bf16(const ForwardParams&, const KernelParams&, int grid,
+                                    cudaStream_t);
+cudaError_t LaunchForwardHdim64F16(const ForwardParams&, const KernelParams&, int grid,
+                                   cudaStream_t);
+cudaError_t LaunchForwardHdim96Bf16(const ForwardParams&, const KernelParams&, int grid,
+                                    cudaStream_t);
+cudaError_t LaunchForwardHdim96F16(const ForwardParams&, const KernelParams&, int grid,
+                                   cudaStream_t);
+cudaError_t LaunchForwardHdim128Bf16(const ForwardParams&, const KernelParams&, int grid,
+                                     cudaStream_t);
+cudaError_t LaunchForwardHdim128F16(const ForwardParams&, const KernelParams&, int grid,
+                                    cudaStream_t);
+cudaError_t LaunchForwardHdim192x128Bf16(const ForwardParams&, const KernelParams&, int grid,
+                                         cudaStream_t);
+cudaError_t LaunchForwardHdim192x128F16(const ForwardParams&, const KernelParams&, int grid,
+                                        cudaStream_t);
+cudaError_t LaunchForwardHdim256Bf16(const ForwardParams&, const KernelParams&, int grid,
+                                     cudaStream_t);
+cudaError_t LaunchForwardHdim256F16(const ForwardParams&, const KernelParams&, int grid,
+                                    cudaStream_t);
 
 }  // namespace magi_jax::sm90
 

@@ -1,9 +1,9 @@
 // The inspector warps: keep values that are not finite away from rows that do not see them.
 //
-// A hidden key has probability 0, but 0 * inf and 0 * NaN are NaN, and products of matrices do not look. Blocks without
-// a mask have no hidden keys. In all others these warps, beside the producer and ahead of the consumers, look through
-// the values; in the rare case they set what is not finite to zero and note the keys, and consumers write NaN into
-// the rows that see one of them.
+// A hidden key has probability 0, but 0 * inf and 0 * NaN are NaN, and products of matrices do not
+// look. Blocks without a mask have no hidden keys. In all others these warps, beside the producer
+// and ahead of the consumers, look through the values; in the rare case they set what is not finite
+// to zero and note the keys, and consumers write NaN into the rows that see one of them.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_INSPECTOR_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_INSPECTOR_H_
@@ -27,7 +27,8 @@ __device__ __forceinline__ bool IsNan(Pair x) {
   return __low2float(x) != __low2float(x) || __high2float(x) != __high2float(x);
 }
 
-// Zeroes what is not finite in this warp's share of a tile of values, and notes the rows; 4 rows of a chunk at a time.
+// Zeroes what is not finite in this warp's share of a tile of values, and notes the rows; 4 rows of
+// a chunk at a time.
 template <typename Traits>
 __device__ __forceinline__ void RemoveBadValues(uint8_t* tile, uint32_t* bad_keys, int warp) {
   using Pair = typename Traits::Pair;
@@ -65,7 +66,8 @@ __device__ __forceinline__ bool HasBadValues(const uint8_t* tile, int warp) {
     sums[2] = AddZeroOrNan(x.z, sums[2]);
     sums[3] = AddZeroOrNan(x.w, sums[3]);
   }
-  return __any_sync(0xFFFFFFFF, IsNan(__hadd2(__hadd2(sums[0], sums[1]), __hadd2(sums[2], sums[3]))));
+  return __any_sync(0xFFFFFFFF,
+                    IsNan(__hadd2(__hadd2(sums[0], sums[1]), __hadd2(sums[2], sums[3]))));
 }
 
 template <typename Traits>

@@ -1,10 +1,10 @@
 // The consumer warpgroups: QK, softmax and PV over one endless stream of key blocks.
 //
-// The stream does not stop at tile borders. While PV of block b runs, QK of block b + 1 is done and its softmax is
-// under way, also when b + 1 belongs to the next tile; the outputs of a tile are written when its last PV is done,
-// between the softmax of the next tile's first block and that block's PV. So a tile of a short document costs its
-// blocks and little else. Two warpgroups take turns to issue their products, so that one's softmax runs beside the
-// other's products.
+// The stream does not stop at tile borders. While PV of block b runs, QK of block b + 1 is done and
+// its softmax is under way, also when b + 1 belongs to the next tile; the outputs of a tile are
+// written when its last PV is done, between the softmax of the next tile's first block and that
+// block's PV. So a tile of a short document costs its blocks and little else. Two warpgroups take
+// turns to issue their products, so that one's softmax runs beside the other's products.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_MAINLOOP_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_MAINLOOP_H_
@@ -17,7 +17,8 @@
 
 namespace magi_jax::sm90 {
 
-constexpr int kTurnBarrier = 1;  // and the next: named barrier of each consumer's turn; 0 is __syncthreads
+constexpr int kTurnBarrier =
+    1;  // and the next: named barrier of each consumer's turn; 0 is __syncthreads
 
 template <typename Traits>
 struct Consumer {
@@ -31,8 +32,9 @@ struct Consumer {
   const int thread_row;  // this thread's first row in the tile
   const float scale_log2;
 
-  uint32_t tiles = 0;   // whose queries are no longer needed
-  uint32_t blocks = 0;  // whose keys are no longer needed; the values of the last of them are still to be used
+  uint32_t tiles = 0;  // whose queries are no longer needed
+  uint32_t blocks =
+      0;  // whose keys are no longer needed; the values of the last of them are still to be used
   TileNote tile;
   RowStats stats;
   bool all_seen;  // by all rows of this warp, some key of the tile
@@ -71,7 +73,8 @@ struct Consumer {
     PinRegisters(o);
     if (__builtin_expect(poisoned, 0)) Poison(poisoned);
     Epilogue<Traits>::Write(params, tile, thread_row, scale_log2, stats, o);
-    if (Traits::kTurns && warpgroup == 0) NamedBarrierSync(kTurnBarrier, 256);  // the other's last turn
+    if (Traits::kTurns && warpgroup == 0)
+      NamedBarrierSync(kTurnBarrier, 256);  // the other's last turn
   }
 
  private:
@@ -122,8 +125,9 @@ struct Consumer {
     PinRegisters(s);
     ReleaseKeys();
     if (next.flags & kLastBlock) ReleaseQueries();
-    // The assembler hoists a wait over arithmetic that it does not depend on, here all of the softmax, which would
-    // undo the overlap. It stays behind a branch on the softmax's result, if both sides do not share their text.
+    // The assembler hoists a wait over arithmetic that it does not depend on, here all of the
+    // softmax, which would undo the overlap. It stays behind a branch on the softmax's result, if
+    // both sides do not share their text.
     if (moved) {
       WgmmaWait<0, 1>();
       FinishPV();
@@ -133,7 +137,8 @@ struct Consumer {
       FinishPV();
     }
     if (__builtin_expect(poisoned, 0)) Poison(poisoned);
-    if (new_tile) Epilogue<Traits>::Write(params, finished, thread_row, scale_log2, finished_stats, o);
+    if (new_tile)
+      Epilogue<Traits>::Write(params, finished, thread_row, scale_log2, finished_stats, o);
     PackProbabilities<Element>(s, p);
   }
 
@@ -141,19 +146,23 @@ struct Consumer {
     if (Traits::kTurns) NamedBarrierSync(kTurnBarrier + warpgroup, 256);
   }
 
-  __device__ __forceinline__ void PassTurn() { NamedBarrierArrive(kTurnBarrier + (warpgroup ^ 1), 256); }
+  __device__ __forceinline__ void PassTurn() {
+    NamedBarrierArrive(kTurnBarrier + (warpgroup ^ 1), 256);
+  }
 
   __device__ __forceinline__ void WaitForKeys() {
     BarrierWait(&shared.k_full[SlotOf<Traits::kStages>(blocks)], ParityOf<Traits::kStages>(blocks));
   }
 
   __device__ __forceinline__ void WaitForValues() {
-    BarrierWait(&shared.v_full[SlotOf<Traits::kStages>(blocks - 1)], ParityOf<Traits::kStages>(blocks - 1));
+    BarrierWait(&shared.v_full[SlotOf<Traits::kStages>(blocks - 1)],
+                ParityOf<Traits::kStages>(blocks - 1));
   }
 
-  // Waits until the values of `block` are inspected, if it has a mask. Returns bit i where this thread's row i of
-  // `rows_tile` sees a value that is not finite.
-  __device__ __forceinline__ uint32_t CheckValues(const BlockHeader& block, const TileNote& rows_tile) {
+  // Waits until the values of `block` are inspected, if it has a mask. Returns bit i where this
+  // thread's row i of `rows_tile` sees a value that is not finite.
+  __device__ __forceinline__ uint32_t CheckValues(const BlockHeader& block,
+                                                  const TileNote& rows_tile) {
     if (!(block.flags & kMaskedBlock)) return 0;
     const int slot = SlotOf<Traits::kStages>(blocks - 1);
     BarrierWait(&shared.v_clean[slot], ParityOf<Traits::kStages>(blocks - 1));
@@ -166,7 +175,8 @@ struct Consumer {
     for (int word = 0; word < RowMask<kLogits / 2>::kWords; ++word) {
 #pragma unroll 1
       for (int bit = 0; bit < 32 && word * 32 + bit < kLogits / 2; ++bit) {
-        const int element = word * 32 + bit, column = element / 2 * 8 + threadIdx.x % 4 * 2 + element % 2;
+        const int element = word * 32 + bit,
+                  column = element / 2 * 8 + threadIdx.x % 4 * 2 + element % 2;
         uint32_t bad = 0;
         for (int i = 0; i < kInspectors; ++i) {
           if (found[i]) bad |= shared.bad_keys[slot][i][column / 32] >> column % 32 & 1;
@@ -191,33 +201,40 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void IssueQK(float (&s)[kLogits]) {
-    const uint32_t q = SharedAddress(shared.q[SlotOf<Traits::kQStages>(tiles)]) + warpgroup * 64 * Traits::kRowBytes * Traits::kChunks;
-    const Operand q_operand = OperandOfRows(q), k_operand = OperandOfRows(SharedAddress(shared.k[SlotOf<Traits::kStages>(blocks)]));
+    const uint32_t q = SharedAddress(shared.q[SlotOf<Traits::kQStages>(tiles)]) +
+                       warpgroup * 64 * Traits::kRowBytes * Traits::kChunks;
+    const Operand q_operand = OperandOfRows(q),
+                  k_operand =
+                      OperandOfRows(SharedAddress(shared.k[SlotOf<Traits::kStages>(blocks)]));
 #pragma unroll
     for (int step = 0; step < Traits::kHeadDim / 16; ++step) {
       const int chunk = step / 4, column_bytes = step % 4 * 32;
       const int q_offset = chunk * 64 * Traits::kRowBytes + column_bytes;
       const int k_offset = chunk * Traits::kBlockN * Traits::kRowBytes + column_bytes;
-      Wgmma<Traits::kBlockN>::template SharedShared<false>(s, q_operand.Advance(q_offset), k_operand.Advance(k_offset), step > 0,
-                                              Element{});
+      Wgmma<Traits::kBlockN>::template SharedShared<false>(
+          s, q_operand.Advance(q_offset), k_operand.Advance(k_offset), step > 0, Element{});
     }
   }
 
   // Adds to the outputs, or starts them on the first block of a tile.
   __device__ __forceinline__ void IssuePV(const BlockHeader& block) {
     const Operand v_operand =
-        OperandOfColumns(SharedAddress(shared.v[SlotOf<Traits::kStages>(blocks - 1)]), Traits::kBlockN * Traits::kRowBytes);
+        OperandOfColumns(SharedAddress(shared.v[SlotOf<Traits::kStages>(blocks - 1)]),
+                         Traits::kBlockN * Traits::kRowBytes);
     const bool adds = !(block.flags & kFirstBlock);
 #pragma unroll
     for (int step = 0; step < Traits::kBlockN / 16; ++step) {
-      Wgmma<Traits::kVHeadDim>::RegistersShared(o, p + 4 * step, v_operand.Advance(step * 2 * kSwizzleAtomBytes),
+      Wgmma<Traits::kVHeadDim>::RegistersShared(o, p + 4 * step,
+                                                v_operand.Advance(step * 2 * kSwizzleAtomBytes),
                                                 step > 0 || adds, Element{});
     }
     WgmmaCommit();
   }
 
-  // Logits to probabilities. Must come before the keys of the next block are released: see Producer::NoteBlock.
-  __device__ __forceinline__ bool SoftmaxBlock(const BlockHeader& block, float (&s)[kLogits], float (&rescale)[2]) {
+  // Logits to probabilities. Must come before the keys of the next block are released: see
+  // Producer::NoteBlock.
+  __device__ __forceinline__ bool SoftmaxBlock(const BlockHeader& block, float (&s)[kLogits],
+                                               float (&rescale)[2]) {
     PrepareLogits(block, s);
     const bool moved = Softmax(s, stats, rescale, scale_log2);
     if (Traits::kLazy) all_seen = stats.AllSeen();
@@ -225,13 +242,16 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void PrepareLogits(const BlockHeader& block, float (&s)[kLogits]) {
-    if (__builtin_expect(params.transform, false)) TransformLogits(s, params.transform_scale, params.cap_log2);
+    if (__builtin_expect(params.transform, false))
+      TransformLogits(s, params.transform_scale, params.cap_log2);
     if (block.flags & kMaskedBlock) MaskBlock(block, s);
   }
 
-  // This thread's logits by plain arithmetic, since the other warps of the warpgroup take no part. Rare and slow.
+  // This thread's logits by plain arithmetic, since the other warps of the warpgroup take no part.
+  // Rare and slow.
   __device__ __forceinline__ void RecomputeLogits(float (&s)[kLogits]) {
-    const uint8_t* q = shared.q[SlotOf<Traits::kQStages>(tiles)] + warpgroup * 64 * Traits::kRowBytes * Traits::kChunks;
+    const uint8_t* q = shared.q[SlotOf<Traits::kQStages>(tiles)] +
+                       warpgroup * 64 * Traits::kRowBytes * Traits::kChunks;
     const uint8_t* k = shared.k[SlotOf<Traits::kStages>(blocks)];
     const int row = thread_row % 64, lane_column = threadIdx.x % 4 * 2;
 #pragma unroll
@@ -254,9 +274,11 @@ struct Consumer {
   }
 
   // Elements d and d + 1 of a row of a swizzled tile.
-  static __device__ __forceinline__ float2 LoadPair(const uint8_t* tile, int tile_rows, int row, int d) {
+  static __device__ __forceinline__ float2 LoadPair(const uint8_t* tile, int tile_rows, int row,
+                                                    int d) {
     const int unit = d % kChunk / 8 ^ row % 8;
-    const uint8_t* address = tile + (d / kChunk * tile_rows + row) * Traits::kRowBytes + unit * 16 + d % 8 * 2;
+    const uint8_t* address =
+        tile + (d / kChunk * tile_rows + row) * Traits::kRowBytes + unit * 16 + d % 8 * 2;
     return ToFloats(*reinterpret_cast<const uint32_t*>(address), Element{});
   }
 
@@ -267,7 +289,8 @@ struct Consumer {
   }
 
   // What the rows of `rows_tile` see of the `index`-th block.
-  __device__ __forceinline__ void MaskRows(const BlockHeader& block, uint32_t index, const TileNote& rows_tile,
+  __device__ __forceinline__ void MaskRows(const BlockHeader& block, uint32_t index,
+                                           const TileNote& rows_tile,
                                            RowMask<kLogits / 2> (&rows)[2]) {
     const int lane_column = threadIdx.x % 4 * 2;
     const int queries[2] = {rows_tile.token + (thread_row >> params.pack_log2),
@@ -285,7 +308,8 @@ struct Consumer {
         slice = params.slices[min(max(id, 0), params.num_slices - 1)];
       }
 #pragma unroll
-      for (int row = 0; row < 2; ++row) rows[row].Add(slice, queries[row], block.key_start, lane_column);
+      for (int row = 0; row < 2; ++row)
+        rows[row].Add(slice, queries[row], block.key_start, lane_column);
     }
   }
 

@@ -1,9 +1,10 @@
 // Which cells of a block of logits are visible, as bits.
 //
-// A thread of a WGMMA accumulator holds, in each of two rows, the columns 8j + lane_column + {0, 1} of a block,
-// lane_column = 2 * (lane % 4): element 2j + i of the row. The visible columns of one slice in one row are an
-// interval, so they are a bit field over these elements whose ends need a few integer operations, however wide the
-// block is. Fields of several slices are joined by OR, and one pass over the elements applies the result.
+// A thread of a WGMMA accumulator holds, in each of two rows, the columns 8j + lane_column + {0, 1}
+// of a block, lane_column = 2 * (lane % 4): element 2j + i of the row. The visible columns of one
+// slice in one row are an interval, so they are a bit field over these elements whose ends need a
+// few integer operations, however wide the block is. Fields of several slices are joined by OR, and
+// one pass over the elements applies the result.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_MASK_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_MASK_H_
@@ -33,7 +34,8 @@ struct RowMask {
   }
 
   // Adds the columns of a block starting at `key_start` that `query` sees through `slice`.
-  __device__ __forceinline__ void Add(const Slice& slice, int query, int key_start, int lane_column) {
+  __device__ __forceinline__ void Add(const Slice& slice, int query, int key_start,
+                                      int lane_column) {
     const bool inside = query >= slice.q_start && query < slice.q_end;
     const int low = max(slice.k_start, query + slice.d_min) - key_start;
     const int high = min(slice.k_end, query + slice.d_max + 1) - key_start;
@@ -46,12 +48,15 @@ struct RowMask {
     }
   }
 
-  __device__ __forceinline__ bool Has(int element) const { return words[element / 32] >> (element % 32) & 1; }
+  __device__ __forceinline__ bool Has(int element) const {
+    return words[element / 32] >> (element % 32) & 1;
+  }
 };
 
 // Sets hidden logits of an accumulator to minus infinity.
 template <int kCount>
-__device__ __forceinline__ void ApplyMask(float (&logits)[kCount], const RowMask<kCount / 2> (&rows)[2]) {
+__device__ __forceinline__ void ApplyMask(float (&logits)[kCount],
+                                          const RowMask<kCount / 2> (&rows)[2]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int row = i / 2 % 2, element = i / 4 * 2 + i % 2;

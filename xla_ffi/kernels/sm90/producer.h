@@ -1,8 +1,10 @@
-// The producer warp: walks the slice table and keeps shared memory full of queries, keys and values.
+// The producer warp: walks the slice table and keeps shared memory full of queries, keys and
+// values.
 //
-// It also decides everything about masks that is uniform over a tile. The runs of the table are those of a table
-// tile; the warp cuts their slices to the tokens of its own, smaller tile, one slice per lane, visits only blocks in
-// which some slice has a cell, and notes beside each block whether it needs a mask and which slices do.
+// It also decides everything about masks that is uniform over a tile. The runs of the table are
+// those of a table tile; the warp cuts their slices to the tokens of its own, smaller tile, one
+// slice per lane, visits only blocks in which some slice has a cell, and notes beside each block
+// whether it needs a mask and which slices do.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_PRODUCER_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_PRODUCER_H_
@@ -130,17 +132,18 @@ struct Producer {
 #pragma unroll
       for (int i = 0; i < Traits::kConsumers * Traits::kChunks; ++i) {
         const int first_row = tile.token + (64 >> params.pack_log2) * (i / Traits::kChunks);
-        CopyBox(destination + i * 64 * Traits::kRowBytes, &q_map, barrier, i % Traits::kChunks * kChunk, tile.head,
-                first_row, kEvictFirst);
+        CopyBox(destination + i * 64 * Traits::kRowBytes, &q_map, barrier,
+                i % Traits::kChunks * kChunk, tile.head, first_row, kEvictFirst);
       }
     }
     ++tiles;
   }
 
-  // Writes down what consumers need to know about the block at `key`, before its keys are asked for: whether it is the
-  // tile's last shows only when the next is looked for. Consumers read the note of a block until they release the
-  // keys of the next. When this note is written, the keys of the block kStages + 1 before have been released, and so
-  // the note of the one before that is free.
+  // Writes down what consumers need to know about the block at `key`, before its keys are asked
+  // for: whether it is the tile's last shows only when the next is looked for. Consumers read the
+  // note of a block until they release the keys of the next. When this note is written, the keys of
+  // the block kStages + 1 before have been released, and so the note of the one before that is
+  // free.
   __device__ __forceinline__ void NoteBlock(int key, bool first) {
     static_assert(Traits::kStages + 2 <= kBlockSlots);
     BlockNote& note = shared.blocks[SlotOf<kBlockSlots>(blocks)];
@@ -197,22 +200,24 @@ struct Producer {
   }
 
   template <int kChunks>
-  __device__ __forceinline__ void LoadRows(uint8_t* destination, const CUtensorMap& map, uint64_t* barrier,
-                                           int kv_head, int key) {
+  __device__ __forceinline__ void LoadRows(uint8_t* destination, const CUtensorMap& map,
+                                           uint64_t* barrier, int kv_head, int key) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      CopyBox(destination + chunk * Traits::kBlockN * Traits::kRowBytes, &map, barrier, chunk * kChunk, kv_head, key,
-              kEvictLast);
+      CopyBox(destination + chunk * Traits::kBlockN * Traits::kRowBytes, &map, barrier,
+              chunk * kChunk, kv_head, key, kEvictLast);
     }
   }
 
   // Rows that see no key at all: out = 0, lse = -inf.
   __device__ void WriteEmptyTile() {
     const int pack = 1 << params.pack_log2;
-    const int words = Traits::kVHeadDim * (params.out_is_f32 ? 4 : 2) / 16 * pack;  // of 16 bytes, per token
+    const int words =
+        Traits::kVHeadDim * (params.out_is_f32 ? 4 : 2) / 16 * pack;  // of 16 bytes, per token
     const int row_words = words / pack * params.num_heads;
     for (int row = tile.token; row <= last_token; ++row) {
-      uint4* out = static_cast<uint4*>(params.out) + static_cast<int64_t>(row) * row_words + words / pack * tile.head;
+      uint4* out = static_cast<uint4*>(params.out) + static_cast<int64_t>(row) * row_words +
+                   words / pack * tile.head;
       for (int i = lane; i < words; i += 32) out[i] = make_uint4(0, 0, 0, 0);
       float* lse = params.lse + static_cast<int64_t>(row) * params.num_heads + tile.head;
       for (int i = lane; i < pack; i += 32) lse[i] = -INFINITY;
@@ -220,9 +225,15 @@ struct Producer {
   }
 
  public:
-  __device__ __forceinline__ Producer(const KernelParams& params, const CUtensorMap& q_map, const CUtensorMap& k_map,
-                                      const CUtensorMap& v_map, SharedStorage<Traits>& shared)
-      : params(params), q_map(q_map), k_map(k_map), v_map(v_map), shared(shared), lane(threadIdx.x % 32) {}
+  __device__ __forceinline__ Producer(const KernelParams& params, const CUtensorMap& q_map,
+                                      const CUtensorMap& k_map, const CUtensorMap& v_map,
+                                      SharedStorage<Traits>& shared)
+      : params(params),
+        q_map(q_map),
+        k_map(k_map),
+        v_map(v_map),
+        shared(shared),
+        lane(threadIdx.x % 32) {}
 };
 
 }  // namespace magi_jax::sm90

@@ -11,10 +11,12 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// --- mbarrier: one 8-byte word in shared memory that counts arrivals and bytes of one phase at a time ---
+// --- mbarrier: one 8-byte word in shared memory that counts arrivals and bytes of one phase at a
+// time ---
 
 __device__ __forceinline__ void BarrierInit(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(arrivals));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)),
+               "r"(arrivals));
 }
 
 // Makes initialised barriers visible to the copy engine.
@@ -27,11 +29,14 @@ __device__ __forceinline__ void BarrierArrive(uint64_t* barrier) {
 }
 
 __device__ __forceinline__ void BarrierArriveExpect(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 
-// Waits until the phase of the given parity is complete. A fresh barrier counts parity 1 as complete.
+// Waits until the phase of the given parity is complete. A fresh barrier counts parity 1 as
+// complete.
 __device__ __forceinline__ void BarrierWait(uint64_t* barrier, uint32_t parity) {
   const uint32_t address = SharedAddress(barrier);
   uint32_t done = 0;
@@ -49,7 +54,9 @@ __device__ __forceinline__ void BarrierWait(uint64_t* barrier, uint32_t parity) 
 }
 
 // Makes this thread's ordinary writes to shared memory visible to the tensor cores.
-__device__ __forceinline__ void ProxyFence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void ProxyFence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // --- named barriers, for turns between the consumer warpgroups ---
 

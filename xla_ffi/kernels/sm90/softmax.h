@@ -1,5 +1,5 @@
-// Online softmax over the rows of WGMMA accumulators. A thread holds two rows (index 0 and 1 below), and the four
-// threads of a quad share them.
+// Online softmax over the rows of WGMMA accumulators. A thread holds two rows (index 0 and 1
+// below), and the four threads of a quad share them.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_SOFTMAX_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_SOFTMAX_H_
@@ -12,15 +12,16 @@
 
 namespace magi_jax::sm90 {
 
-// A row's reference point moves only when its maximum has grown by more than this, in powers of two: probabilities
-// stay below 2^8, which costs no precision in floating point, and most blocks leave the accumulators alone. The
-// result does not depend on the reference point but for rounding.
+// A row's reference point moves only when its maximum has grown by more than this, in powers of
+// two: probabilities stay below 2^8, which costs no precision in floating point, and most blocks
+// leave the accumulators alone. The result does not depend on the reference point but for rounding.
 constexpr float kRescaleThreshold = 8.0f;
 
 constexpr float kLog2e = 1.4426950408889634f;
 
 struct RowStats {
-  float reference[2];  // what is subtracted from logits, before scaling; -inf until a row has seen a key
+  float reference[2];  // what is subtracted from logits, before scaling; -inf until a row has seen
+                       // a key
   float sum[2];        // this thread's share of the sum of probabilities
 
   __device__ __forceinline__ void Reset() {
@@ -44,10 +45,11 @@ __device__ __forceinline__ float QuadSum(float x) {
   return x + __shfl_xor_sync(0xFFFFFFFF, x, 2);
 }
 
-// Logits that a plain multiplication cannot express as scale * max: capped ones, and scales that are not positive.
-// Leaves them in powers of two.
+// Logits that a plain multiplication cannot express as scale * max: capped ones, and scales that
+// are not positive. Leaves them in powers of two.
 template <int kCount>
-__device__ __forceinline__ void TransformLogits(float (&logits)[kCount], float scale, float cap_log2) {
+__device__ __forceinline__ void TransformLogits(float (&logits)[kCount], float scale,
+                                                float cap_log2) {
   if (cap_log2 == 0.0f) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) logits[i] *= scale;
@@ -62,11 +64,12 @@ __device__ __forceinline__ void TransformLogits(float (&logits)[kCount], float s
 
 // Logits to probabilities relative to each row's reference, and this thread's share of their sums.
 template <int kCount>
-__device__ __forceinline__ void Exponentiate(float (&logits)[kCount], const RowStats& stats, float scale_log2,
-                                             float (&sums)[2]) {
+__device__ __forceinline__ void Exponentiate(float (&logits)[kCount], const RowStats& stats,
+                                             float scale_log2, float (&sums)[2]) {
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    const float reference = stats.reference[row] == -INFINITY ? 0.0f : stats.reference[row] * scale_log2;
+    const float reference =
+        stats.reference[row] == -INFINITY ? 0.0f : stats.reference[row] * scale_log2;
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
@@ -81,11 +84,12 @@ __device__ __forceinline__ void Exponentiate(float (&logits)[kCount], const RowS
   }
 }
 
-// Turns logits into probabilities relative to each row's reference, which it moves where needed. `rescale` is
-// what earlier sums and outputs of the rows must be multiplied by. Returns whether any row of the warp moved.
+// Turns logits into probabilities relative to each row's reference, which it moves where needed.
+// `rescale` is what earlier sums and outputs of the rows must be multiplied by. Returns whether any
+// row of the warp moved.
 template <int kCount>
-__device__ __forceinline__ bool Softmax(float (&logits)[kCount], RowStats& stats, float (&rescale)[2],
-                                        float scale_log2) {
+__device__ __forceinline__ bool Softmax(float (&logits)[kCount], RowStats& stats,
+                                        float (&rescale)[2], float scale_log2) {
   bool moved = false;
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
@@ -109,13 +113,15 @@ __device__ __forceinline__ bool Softmax(float (&logits)[kCount], RowStats& stats
   return __any_sync(0xFFFFFFFF, moved);
 }
 
-// The same without a look at the maximum: keeps the references, which must be finite. Nearly all blocks allow it, for
-// bfloat16 probabilities and float sums bear references that are far too low. Returns false, with `stats` unchanged
-// and the logits lost, if a sum of the warp came out above kMaxSum; the block must then be done again.
+// The same without a look at the maximum: keeps the references, which must be finite. Nearly all
+// blocks allow it, for bfloat16 probabilities and float sums bear references that are far too low.
+// Returns false, with `stats` unchanged and the logits lost, if a sum of the warp came out above
+// kMaxSum; the block must then be done again.
 constexpr float kMaxSum = 0x1p60f;
 
 template <int kCount>
-__device__ __forceinline__ bool SoftmaxAtReference(float (&logits)[kCount], RowStats& stats, float scale_log2) {
+__device__ __forceinline__ bool SoftmaxAtReference(float (&logits)[kCount], RowStats& stats,
+                                                   float scale_log2) {
   float sum[2];
   Exponentiate(logits, stats, scale_log2, sum);
   // A NaN is not above: it is the result.
@@ -145,9 +151,11 @@ __device__ __forceinline__ float2 ToFloats(uint32_t pair, __half) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
-// Accumulator layout is A-operand layout once neighbours are packed: registers 4s .. 4s + 3 feed step s of PV.
+// Accumulator layout is A-operand layout once neighbours are packed: registers 4s .. 4s + 3 feed
+// step s of PV.
 template <typename Element, int kCount, int kPacked>
-__device__ __forceinline__ void PackProbabilities(const float (&p)[kCount], uint32_t (&packed)[kPacked]) {
+__device__ __forceinline__ void PackProbabilities(const float (&p)[kCount],
+                                                  uint32_t (&packed)[kPacked]) {
   static_assert(kCount / 2 <= kPacked);
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) packed[i] = Pack(p[2 * i], p[2 * i + 1], Element{});

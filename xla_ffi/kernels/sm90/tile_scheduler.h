@@ -13,8 +13,8 @@ struct WorkTile {
   int head, kv_head;
 };
 
-// Work is ordered by section of kv heads, then longest tile first, then kv head, so that the keys of a section stay
-// in L2 and each section ends with its shortest tiles.
+// Work is ordered by section of kv heads, then longest tile first, then kv head, so that the keys
+// of a section stay in L2 and each section ends with its shortest tiles.
 __device__ __forceinline__ WorkTile DecodeWork(const KernelParams& params, int work, int tokens) {
   const int per_kv_head = params.parts_per_group * params.parts_per_tile;
   const int per_section = params.by_query.num_tiles * params.section_kv_heads * per_kv_head;
@@ -37,11 +37,14 @@ __device__ __forceinline__ WorkTile DecodeWork(const KernelParams& params, int w
 struct TileScheduler {
   int work = blockIdx.x, next;
 
-  __device__ __forceinline__ bool HasWork(const KernelParams& params) const { return work < params.num_work; }
+  __device__ __forceinline__ bool HasWork(const KernelParams& params) const {
+    return work < params.num_work;
+  }
 
   __device__ __forceinline__ void Request(const KernelParams& params) {
     next = work + gridDim.x;
-    if (params.counter != nullptr && threadIdx.x % 32 == 0) next = atomicAdd(params.counter, 1) + gridDim.x;
+    if (params.counter != nullptr && threadIdx.x % 32 == 0)
+      next = atomicAdd(params.counter, 1) + gridDim.x;
   }
 
   __device__ __forceinline__ void Advance() { work = __shfl_sync(0xFFFFFFFF, next, 0); }

@@ -12,24 +12,27 @@
 
 namespace magi_jax::sm90 {
 
-// Elements of a 128-byte row, the widest that the 128-byte swizzle allows. A tile of a wider head is kept in
-// shared memory as chunks of this many columns, each with all rows of the tile.
+// Elements of a 128-byte row, the widest that the 128-byte swizzle allows. A tile of a wider head
+// is kept in shared memory as chunks of this many columns, each with all rows of the tile.
 constexpr int kChunk = 64;
 
-// L2 hints of the copy engine: queries are read once, keys and values by every tile of their kv head.
+// L2 hints of the copy engine: queries are read once, keys and values by every tile of their kv
+// head.
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
-// Describes a dense [rows, heads, head_dim] tensor of 2-byte elements to the copy engine, read in boxes of
-// box_rows x box_heads x kChunk elements. Parts of a box outside of the tensor read as zero.
-inline cudaError_t MakeTensorMap(CUtensorMap* map, CUtensorMapDataType type, const void* data, int rows, int heads,
-                                 int head_dim, int box_rows, int box_heads) {
+// Describes a dense [rows, heads, head_dim] tensor of 2-byte elements to the copy engine, read in
+// boxes of box_rows x box_heads x kChunk elements. Parts of a box outside of the tensor read as
+// zero.
+inline cudaError_t MakeTensorMap(CUtensorMap* map, CUtensorMapDataType type, const void* data,
+                                 int rows, int heads, int head_dim, int box_rows, int box_heads) {
   // The driver's symbol is looked up at run time, so that nothing links against libcuda.
   static const auto encode = [] {
     void* symbol = nullptr;
     cudaDriverEntryPointQueryResult found;
 #if CUDART_VERSION >= 12050
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &found);
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault,
+                                     &found);
 #else
     cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &symbol, cudaEnableDefault, &found);
 #endif
@@ -40,11 +43,13 @@ inline cudaError_t MakeTensorMap(CUtensorMap* map, CUtensorMapDataType type, con
                                static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides_bytes[2] = {static_cast<cuuint64_t>(head_dim) * 2,
                                        static_cast<cuuint64_t>(heads) * head_dim * 2};
-  const cuuint32_t box[3] = {kChunk, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t box[3] = {kChunk, static_cast<cuuint32_t>(box_heads),
+                             static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t element_strides[3] = {1, 1, 1};
-  const CUresult result = encode(map, type, 3, const_cast<void*>(data), sizes, strides_bytes, box, element_strides,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(map, type, 3, const_cast<void*>(data), sizes, strides_bytes, box, element_strides,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -53,8 +58,9 @@ __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
 }
 
 // Copies one box to shared memory; its bytes count towards the current phase of `barrier`.
-__device__ __forceinline__ void CopyBox(void* destination, const CUtensorMap* map, uint64_t* barrier, int column,
-                                        int head, int row, uint64_t hint) {
+__device__ __forceinline__ void CopyBox(void* destination, const CUtensorMap* map,
+                                        uint64_t* barrier, int column, int head, int row,
+                                        uint64_t hint) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(SharedAddress(destination)),
