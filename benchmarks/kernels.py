@@ -24,6 +24,7 @@ from magi_jax.plan import slice_table
 
 NUM_HEADS, NUM_KV_HEADS = 64, 8
 WINDOW = 1024
+FRAME = 2048  # tokens of a frame in block-causal documents
 DOCUMENTS = json.loads(pathlib.Path(__file__).with_name("kernel_documents.json").read_text())
 CUDNN_OPTIONS = {
     "full": {},
@@ -58,6 +59,7 @@ def cases(length: int) -> dict[str, masks.AttnMask]:
         "causal": masks.causal(length),
         "varlen_full": masks.varlen(lengths),
         "varlen_causal": masks.varlen(lengths, causal=True),
+        "varlen_block_causal": masks.uniform_block_causal(lengths, FRAME),
         "window": masks.local(length, window=(WINDOW - 1, 0)),
     }
     if tiny := DOCUMENTS["tiny"].get(str(length)):
