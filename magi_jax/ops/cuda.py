@@ -113,9 +113,10 @@ class CudaImplementation(base.Implementation):
             mesh.result_type(q.shape, jnp.float32, operands[0]),
             mesh.result_type(k.shape, dkv_dtype, operands[0]),
             mesh.result_type(v.shape, dkv_dtype, operands[0]),
+            *(mesh.result_type(*scratch, operands[0]) for scratch in _backward_scratch(path, q)),
         )
         call = _call(f"{ffi.BACKWARD}_{path}", results)
-        dq, dk, dv = call(*operands, **_attributes(table, scale, logits_soft_cap))
+        dq, dk, dv, *_ = call(*operands, **_attributes(table, scale, logits_soft_cap))
         return dq, dk, dv
 
     def describe(

@@ -63,6 +63,19 @@ if HAS_CUDA:
             assert "logits_soft_cap = 9.0" in call
             assert "tile_size = 128 : i32" in call
 
+    @pytest.mark.parametrize(("cap", "path"), [(None, "sm90"), (9.0, "sm80")])
+    def test_hopper_backward_brings_its_scratch(cap, path):
+        def loss(q, k, v, table):
+            out = flex_flash_attention(q, k, v, table, implementation="sm90", logits_soft_cap=cap)
+            return out.astype(jnp.float32).sum()
+
+        calls = lowered(jax.grad(loss, (0, 1, 2)), *operands(), slice_table(masks.causal(300)))
+        assert sorted(calls) == [f"magi_jax_ffa_backward_{path}", "magi_jax_ffa_forward_sm90"]
+        # A counter of 128 bytes, then lse and delta of 4 heads, 300 rows padded to 10 * 32 + 64.
+        scratch = [f"{32 + 2 * 4 * 384}xf32"] if path == "sm90" else []
+        _, results = types(calls[f"magi_jax_ffa_backward_{path}"])
+        assert results == ["300x4x128xf32", "300x2x128xbf16", "300x2x128xbf16", *scratch]
+
     def test_accumulate_is_in_place():
         table = slice_table(masks.causal(300))
         out, lse = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((300, 4, 128), (300, 4)))

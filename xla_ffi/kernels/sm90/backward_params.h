@@ -13,7 +13,7 @@ namespace magi_jax::sm90 {
 
 // One instantiation. A tile has kBlockN keys of one kv head; its gradients stay in registers while the tile walks the
 // queries of all heads of the group, kBlockM at a time.
-template <typename ElementT, int kHeadDimT, int kStagesT = 2, int kDoutStagesT = 2>
+template <typename ElementT, int kHeadDimT, int kStagesT = 3, int kDoutStagesT = 2>
 struct BackwardTraits {
   using Element = ElementT;
   static constexpr int kHeadDim = kHeadDimT;  // of queries, keys and values

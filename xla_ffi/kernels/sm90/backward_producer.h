@@ -103,8 +103,8 @@ struct QueryProducer {
   __device__ void WalkRun(const Run& next_run, int head) {
     constexpr int kAlign = ~(kQueryAlignment - 1);
     run = next_run;
-    run.ids_begin = max(run.ids_begin, 0);
-    run.ids_end = min(run.ids_end, params.by_key.num_ids);
+    run.ids_begin = min(max(run.ids_begin, 0), params.by_key.num_ids);
+    run.ids_end = min(max(run.ids_end, 0), params.by_key.num_ids);
     num_chunks = (run.ids_end - run.ids_begin + 31) / 32;
     if (num_chunks <= 0) return;
     LoadSlices(0);
