@@ -1,11 +1,11 @@
-// Host side of the Hopper backward: which problems it takes, and how one is dealt out over the device.
-
-#include "xla_ffi/kernels/sm90/backward.h"
+// Host side of the Hopper backward: which problems it takes, and how one is dealt out over the
+// device.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 
+#include "xla_ffi/kernels/sm90/backward.h"
 #include "xla_ffi/kernels/sm90/backward_launch.h"
 #include "xla_ffi/kernels/sm90/backward_params.h"
 #include "xla_ffi/kernels/sm90/backward_stats.cuh"
@@ -14,8 +14,8 @@ namespace magi_jax::sm90 {
 namespace {
 
 constexpr int kBlockN = 128;  // keys of a tile, in all instantiations
-// Tiles of a section. Tiles in flight should be of few heads, whose queries and gradients stay in L2, but a section
-// must be long enough for its longest tiles not to be the last to finish.
+// Tiles of a section. Tiles in flight should be of few heads, whose queries and gradients stay in
+// L2, but a section must be long enough for its longest tiles not to be the last to finish.
 constexpr int kSectionTiles = 1024;
 constexpr size_t kCounterBytes = 128;  // of scratch, before the statistics
 
@@ -23,7 +23,8 @@ struct BackwardInstantiation {
   DType dtype;
   int head_dim, v_head_dim;
   const char* name;
-  cudaError_t (*launch)(const BackwardParams&, const BackwardKernelParams&, int blocks, cudaStream_t);
+  cudaError_t (*launch)(const BackwardParams&, const BackwardKernelParams&, int blocks,
+                        cudaStream_t);
 };
 
 constexpr BackwardInstantiation kInstantiations[] = {
@@ -69,13 +70,16 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
   params.table_tile_size = problem.tile_size;
   params.parts_per_tile = problem.tile_size / kBlockN;
   const int tiles = backward.by_key.num_tiles * params.parts_per_tile;
-  params.section_kv_heads = std::clamp((kSectionTiles + tiles - 1) / tiles, 1, problem.num_kv_heads);
+  params.section_kv_heads =
+      std::clamp((kSectionTiles + tiles - 1) / tiles, 1, problem.num_kv_heads);
   params.num_work = tiles * problem.num_kv_heads;
   return params;
 }
 
-cudaError_t ClearGradient(void* gradient, DType dtype, int rows, int heads, int head_dim, cudaStream_t stream) {
-  const size_t bytes = static_cast<size_t>(rows) * heads * head_dim * (dtype == DType::kF32 ? 4 : 2);
+cudaError_t ClearGradient(void* gradient, DType dtype, int rows, int heads, int head_dim,
+                          cudaStream_t stream) {
+  const size_t bytes =
+      static_cast<size_t>(rows) * heads * head_dim * (dtype == DType::kF32 ? 4 : 2);
   return bytes == 0 ? cudaSuccess : cudaMemsetAsync(gradient, 0, bytes, stream);
 }
 
@@ -97,42 +101,46 @@ const char* RefuseBackward(const BackwardParams& backward) {
   if (backward.dkv_dtype != DType::kF32 && backward.dkv_dtype != problem.dtype) {
     return "sm90 backward writes dk and dv in float32 or the type of k";
   }
-  if (!IsAligned(backward.dout) || !IsAligned(backward.q) || !IsAligned(backward.k) || !IsAligned(backward.v) ||
-      !IsAligned(backward.dq) || !IsAligned(backward.dk) || !IsAligned(backward.dv)) {
+  if (!IsAligned(backward.dout) || !IsAligned(backward.q) || !IsAligned(backward.k) ||
+      !IsAligned(backward.v) || !IsAligned(backward.dq) || !IsAligned(backward.dk) ||
+      !IsAligned(backward.dv)) {
     return "sm90 backward needs dout, q, k, v, dq, dk and dv aligned to 16 bytes";
   }
   return nullptr;
 }
 
-size_t BackwardScratchBytes(const Problem& problem) { return kCounterBytes + 2 * sizeof(float) * StatFloats(problem); }
+size_t BackwardScratchBytes(const Problem& problem) {
+  return kCounterBytes + 2 * sizeof(float) * StatFloats(problem);
+}
 
 void DescribeBackward(const Problem& problem, char* text, size_t size) {
   const BackwardInstantiation* found = Find(problem);
-  std::snprintf(text, size, "%s backward, tiles of %d keys, blocks of 64 queries", found == nullptr ? "none" : found->name,
-                kBlockN);
+  std::snprintf(text, size, "%s backward, tiles of %d keys, blocks of 64 queries",
+                found == nullptr ? "none" : found->name, kBlockN);
 }
 
 cudaError_t Backward(const BackwardParams& backward, cudaStream_t stream) {
   const Problem& problem = backward.problem;
   const BackwardInstantiation* instantiation = Find(problem);
   if (instantiation == nullptr) return cudaErrorInvalidValue;
-  cudaError_t error =
-      ClearGradient(backward.dq, DType::kF32, problem.q_len, problem.num_heads, problem.head_dim, stream);
+  cudaError_t error = ClearGradient(backward.dq, DType::kF32, problem.q_len, problem.num_heads,
+                                    problem.head_dim, stream);
   if (error != cudaSuccess || problem.k_len == 0) return error;
   if (problem.q_len == 0) {
-    error = ClearGradient(backward.dk, backward.dkv_dtype, problem.k_len, problem.num_kv_heads, problem.head_dim,
-                          stream);
+    error = ClearGradient(backward.dk, backward.dkv_dtype, problem.k_len, problem.num_kv_heads,
+                          problem.head_dim, stream);
     if (error != cudaSuccess) return error;
-    return ClearGradient(backward.dv, backward.dkv_dtype, problem.k_len, problem.num_kv_heads, problem.v_head_dim,
-                         stream);
+    return ClearGradient(backward.dv, backward.dkv_dtype, problem.k_len, problem.num_kv_heads,
+                         problem.v_head_dim, stream);
   }
   if (backward.scratch == nullptr) return cudaErrorInvalidValue;
   const BackwardKernelParams params = MakeKernelParams(backward);
   const dim3 stat_tiles((params.stat_rows + kStatTile - 1) / kStatTile,
                         (problem.num_heads + kStatTile - 1) / kStatTile);
   PrepareStats<<<stat_tiles, dim3(kStatTile, 8), 0, stream>>>(
-      backward.lse, backward.delta, const_cast<float*>(params.lse), const_cast<float*>(params.delta), params.counter,
-      problem.q_len, problem.num_heads, params.stat_rows);
+      backward.lse, backward.delta, const_cast<float*>(params.lse),
+      const_cast<float*>(params.delta), params.counter, problem.q_len, problem.num_heads,
+      params.stat_rows);
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   int device, num_sms;

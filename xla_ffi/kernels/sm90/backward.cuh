@@ -1,4 +1,5 @@
-// The backward kernel and its launch. Instantiated once per (type, head dim), each in a file of its own.
+// The backward kernel and its launch. Instantiated once per (type, head dim), each in a file of its
+// own.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_CUH_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_CUH_
@@ -18,9 +19,12 @@ namespace magi_jax::sm90 {
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    BackwardKernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap dout_map,
-                   const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
-                   const __grid_constant__ CUtensorMap dq_map, const __grid_constant__ BackwardKernelParams params) {
+    BackwardKernel(const __grid_constant__ CUtensorMap q_map,
+                   const __grid_constant__ CUtensorMap dout_map,
+                   const __grid_constant__ CUtensorMap k_map,
+                   const __grid_constant__ CUtensorMap v_map,
+                   const __grid_constant__ CUtensorMap dq_map,
+                   const __grid_constant__ BackwardKernelParams params) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<BackwardStorage<Traits>*>(shared_bytes);
 
@@ -63,31 +67,37 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 template <typename Traits>
-cudaError_t LaunchBackward(const BackwardParams& backward, const BackwardKernelParams& params, int blocks,
-                           cudaStream_t stream) {
+cudaError_t LaunchBackward(const BackwardParams& backward, const BackwardKernelParams& params,
+                           int blocks, cudaStream_t stream) {
   constexpr CUtensorMapDataType kType = std::is_same_v<typename Traits::Element, __half>
                                             ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   constexpr int kHeadDim = Traits::kHeadDim;
   const Problem& problem = backward.problem;
   CUtensorMap q_map, dout_map, k_map, v_map, dq_map;
-  cudaError_t error = MakeTensorMap(&q_map, kType, backward.q, problem.q_len, problem.num_heads, kHeadDim, Traits::kBlockM, 1);
+  cudaError_t error = MakeTensorMap(&q_map, kType, backward.q, problem.q_len, problem.num_heads,
+                                    kHeadDim, Traits::kBlockM, 1);
   if (error != cudaSuccess) return error;
-  error = MakeTensorMap(&dout_map, kType, backward.dout, problem.q_len, problem.num_heads, kHeadDim, Traits::kBlockM, 1);
+  error = MakeTensorMap(&dout_map, kType, backward.dout, problem.q_len, problem.num_heads, kHeadDim,
+                        Traits::kBlockM, 1);
   if (error != cudaSuccess) return error;
-  error = MakeTensorMap(&k_map, kType, backward.k, problem.k_len, problem.num_kv_heads, kHeadDim, Traits::kBlockN, 1);
+  error = MakeTensorMap(&k_map, kType, backward.k, problem.k_len, problem.num_kv_heads, kHeadDim,
+                        Traits::kBlockN, 1);
   if (error != cudaSuccess) return error;
-  error = MakeTensorMap(&v_map, kType, backward.v, problem.k_len, problem.num_kv_heads, kHeadDim, Traits::kBlockN, 1);
+  error = MakeTensorMap(&v_map, kType, backward.v, problem.k_len, problem.num_kv_heads, kHeadDim,
+                        Traits::kBlockN, 1);
   if (error != cudaSuccess) return error;
-  error = MakeGradientMap(&dq_map, backward.dq, problem.q_len, problem.num_heads, kHeadDim, Traits::kBlockM);
+  error = MakeGradientMap(&dq_map, backward.dq, problem.q_len, problem.num_heads, kHeadDim,
+                          Traits::kBlockM);
   if (error != cudaSuccess) return error;
 
   constexpr int kSharedBytes = sizeof(BackwardStorage<Traits>);
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
-  error = cudaFuncSetAttribute(BackwardKernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  error = cudaFuncSetAttribute(BackwardKernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               kSharedBytes);
   if (error != cudaSuccess) return error;
-  BackwardKernel<Traits>
-      <<<blocks, Traits::kThreads, kSharedBytes, stream>>>(q_map, dout_map, k_map, v_map, dq_map, params);
+  BackwardKernel<Traits><<<blocks, Traits::kThreads, kSharedBytes, stream>>>(q_map, dout_map, k_map,
+                                                                             v_map, dq_map, params);
   return cudaGetLastError();
 }
 

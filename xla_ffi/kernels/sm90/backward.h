@@ -1,4 +1,5 @@
-// Gradients of attention on Hopper (TMA, WGMMA, warp-specialised, persistent). Free of any framework type.
+// Gradients of attention on Hopper (TMA, WGMMA, warp-specialised, persistent). Free of any
+// framework type.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_H_
@@ -11,21 +12,23 @@
 
 namespace magi_jax::sm90 {
 
-// Why this path cannot run the problem on a device of compute capability 9.0, and what it would accept; null
-// when it can. The string is static.
+// Why this path cannot run the problem on a device of compute capability 9.0, and what it would
+// accept; null when it can. The string is static.
 const char* RefuseBackward(const BackwardParams& params);
 
-// Bytes of BackwardParams::scratch, which is 128-byte aligned and has undefined contents before and after.
+// Bytes of BackwardParams::scratch, which is 128-byte aligned and has undefined contents before and
+// after.
 size_t BackwardScratchBytes(const Problem& problem);
 
 // What runs for this problem. Writes at most `size` bytes.
 void DescribeBackward(const Problem& problem, char* text, size_t size);
 
-// Enqueues one memset node and two kernels on `stream` of the current device; no host synchronisation, no
-// allocation. The problem must not be refused. Returns the launch error, if any.
+// Enqueues one memset node and two kernels on `stream` of the current device; no host
+// synchronisation, no allocation. The problem must not be refused. Returns the launch error, if
+// any.
 //
-// dq is a sum of float32 terms in the order in which thread blocks arrive, so that its last bits vary from run to
-// run. dk and dv do not.
+// dq is a sum of float32 terms in the order in which thread blocks arrive, so that its last bits
+// vary from run to run. dk and dv do not.
 cudaError_t Backward(const BackwardParams& params, cudaStream_t stream);
 
 }  // namespace magi_jax::sm90

@@ -2,8 +2,9 @@
 
 namespace magi_jax::sm90 {
 
-cudaError_t LaunchBackwardHdim128Bf16(const BackwardParams& backward, const BackwardKernelParams& params, int blocks,
-                                    cudaStream_t stream) {
+cudaError_t LaunchBackwardHdim128Bf16(const BackwardParams& backward,
+                                      const BackwardKernelParams& params, int blocks,
+                                      cudaStream_t stream) {
   return LaunchBackward<BackwardTraits<__nv_bfloat16, 128>>(backward, params, blocks, stream);
 }
 

@@ -10,8 +10,10 @@
 
 namespace magi_jax::sm90 {
 
-cudaError_t LaunchBackwardHdim128Bf16(const BackwardParams&, const BackwardKernelParams&, int blocks, cudaStream_t);
-cudaError_t LaunchBackwardHdim128F16(const BackwardParams&, const BackwardKernelParams&, int blocks, cudaStream_t);
+cudaError_t LaunchBackwardHdim128Bf16(const BackwardParams&, const BackwardKernelParams&,
+                                      int blocks, cudaStream_t);
+cudaError_t LaunchBackwardHdim128F16(const BackwardParams&, const BackwardKernelParams&, int blocks,
+                                     cudaStream_t);
 
 }  // namespace magi_jax::sm90
 

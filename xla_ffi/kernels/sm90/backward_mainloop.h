@@ -6,8 +6,8 @@
 //   dK  += dS^T Q
 //   dQ   = dS K     dS of both warpgroups through shared memory; each makes 64 of the columns
 //
-// where P = exp(logits - lse) and dS = P (dP - delta). Each product has something to run beside: dK the stores of dQ,
-// dP the exponentials, dV the arithmetic of dS.
+// where P = exp(logits - lse) and dS = P (dP - delta). Each product has something to run beside: dK
+// the stores of dQ, dP the exponentials, dV the arithmetic of dS.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_MAINLOOP_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_MAINLOOP_H_
@@ -49,7 +49,8 @@ struct GradientConsumer {
 
   float dk[kOutputs], dv[kOutputs];
 
-  __device__ __forceinline__ GradientConsumer(const BackwardKernelParams& params, BackwardStorage<Traits>& shared)
+  __device__ __forceinline__ GradientConsumer(const BackwardKernelParams& params,
+                                              BackwardStorage<Traits>& shared)
       : params(params),
         shared(shared),
         warpgroup(__shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 128 - 1, 0)),
@@ -86,7 +87,8 @@ struct GradientConsumer {
 
     uint32_t ds[kLogits / 2];
     FirstBlock(ds);
-    // No product is in flight from one iteration to the next: the assembler would give up all overlap.
+    // No product is in flight from one iteration to the next: the assembler would give up all
+    // overlap.
     while (!(shared.notes[ring.slot].header.flags & kLastBlock)) NextBlock(ds);
     LastBlock(ds);
     Release(&shared.kv_empty);
@@ -149,14 +151,16 @@ struct GradientConsumer {
     for (int i = 0; i < kLogits; i += 4) {
       const float2 reference = lse[i];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) s[i + j] = Exp2(fmaf(s[i + j], scale_log2, j % 2 ? -reference.y : -reference.x));
+      for (int j = 0; j < 4; ++j)
+        s[i + j] = Exp2(fmaf(s[i + j], scale_log2, j % 2 ? -reference.y : -reference.x));
     }
     return finite;
   }
 
-  // From probabilities, and dP in flight, to dS. dV runs meanwhile, and gives its operand's registers to dS.
-  __device__ __forceinline__ void ToGradients(float finite, float (&s)[kLogits], float (&dp)[kLogits],
-                                              uint32_t (&ds)[kLogits / 2]) {
+  // From probabilities, and dP in flight, to dS. dV runs meanwhile, and gives its operand's
+  // registers to dS.
+  __device__ __forceinline__ void ToGradients(float finite, float (&s)[kLogits],
+                                              float (&dp)[kLogits], uint32_t (&ds)[kLogits / 2]) {
     const QueryBlockNote& note = shared.notes[ring.slot];
     const bool masked = note.header.flags & kMaskedBlock;
     RowMask<kLogits / 2> rows[2];
@@ -176,7 +180,8 @@ struct GradientConsumer {
 
     WgmmaWait<1, 5>();
     PinRegisters(dp);
-    const float2* delta = reinterpret_cast<const float2*>(shared.delta[dout_ring.slot]) + threadIdx.x % 4;
+    const float2* delta =
+        reinterpret_cast<const float2*>(shared.delta[dout_ring.slot]) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < kLogits; i += 4) {
       const float2 mean = delta[i];
@@ -193,7 +198,8 @@ struct GradientConsumer {
     PackProbabilities<Element>(dp, ds);
   }
 
-  __device__ __forceinline__ void IssueGradients(float (&dq)[kLogits], uint32_t (&ds)[kLogits / 2], int slot) {
+  __device__ __forceinline__ void IssueGradients(float (&dq)[kLogits], uint32_t (&ds)[kLogits / 2],
+                                                 int slot) {
     StoreLogitGradients(ds);
     FenceAsyncProxy();
     NamedBarrierSync(kGradientBarrier, Traits::kConsumerThreads);
@@ -216,28 +222,31 @@ struct GradientConsumer {
     IssueTransposed(dp, SharedAddress(shared.v), SharedAddress(shared.dout[dout_ring.slot]));
   }
 
-  // This warpgroup's 64 rows of `left` [kBlockN, kHeadDim] times `right` [kBlockM, kHeadDim], transposed.
-  __device__ __forceinline__ void IssueTransposed(float (&result)[kLogits], uint32_t left, uint32_t right) {
+  // This warpgroup's 64 rows of `left` [kBlockN, kHeadDim] times `right` [kBlockM, kHeadDim],
+  // transposed.
+  __device__ __forceinline__ void IssueTransposed(float (&result)[kLogits], uint32_t left,
+                                                  uint32_t right) {
     const Operand left_operand = OperandOfRows(left + warpgroup * 64 * Traits::kRowBytes);
     const Operand right_operand = OperandOfRows(right);
 #pragma unroll
     for (int step = 0; step < Traits::kHeadDim / 16; ++step) {
       const int chunk = step / 4, column_bytes = step % 4 * 32;
-      Wgmma<kM>::template SharedShared<false>(result, left_operand.Advance(chunk * kKChunkBytes + column_bytes),
-                                              right_operand.Advance(chunk * kQChunkBytes + column_bytes), step > 0,
-                                              Element{});
+      Wgmma<kM>::template SharedShared<false>(
+          result, left_operand.Advance(chunk * kKChunkBytes + column_bytes),
+          right_operand.Advance(chunk * kQChunkBytes + column_bytes), step > 0, Element{});
     }
     WgmmaCommit();
   }
 
   // sum += left [64 keys, kBlockM] rows [kBlockM, kHeadDim].
-  __device__ __forceinline__ void IssueAccumulate(float (&sum)[kOutputs], const uint32_t (&left)[kLogits / 2],
+  __device__ __forceinline__ void IssueAccumulate(float (&sum)[kOutputs],
+                                                  const uint32_t (&left)[kLogits / 2],
                                                   uint32_t rows) {
     const Operand operand = OperandOfColumns(rows, kQChunkBytes);
 #pragma unroll
     for (int step = 0; step < kM / 16; ++step) {
-      Wgmma<Traits::kHeadDim>::RegistersShared(sum, left + 4 * step, operand.Advance(step * 2 * kSwizzleAtomBytes), true,
-                                               Element{});
+      Wgmma<Traits::kHeadDim>::RegistersShared(
+          sum, left + 4 * step, operand.Advance(step * 2 * kSwizzleAtomBytes), true, Element{});
     }
     WgmmaCommit();
   }
@@ -245,28 +254,31 @@ struct GradientConsumer {
   // dq = dS [kBlockM, kBlockN] K [kBlockN, this warpgroup's chunk].
   __device__ __forceinline__ void IssueQueryGradient(float (&dq)[kLogits]) {
     const Operand ds_operand = OperandOfRows(SharedAddress(shared.ds[ds_slot]));
-    const Operand k_operand = OperandOfColumns(SharedAddress(shared.k) + warpgroup * kKChunkBytes, kKChunkBytes);
+    const Operand k_operand =
+        OperandOfColumns(SharedAddress(shared.k) + warpgroup * kKChunkBytes, kKChunkBytes);
 #pragma unroll
     for (int step = 0; step < Traits::kBlockN / 16; ++step) {
       const int ds_offset = step / 4 * kM * 128 + step % 4 * 32;
       Wgmma<kChunk>::template SharedShared<true>(dq, ds_operand.Advance(ds_offset),
-                                                 k_operand.Advance(step * 2 * kSwizzleAtomBytes), step > 0, Element{});
+                                                 k_operand.Advance(step * 2 * kSwizzleAtomBytes),
+                                                 step > 0, Element{});
     }
     WgmmaCommit();
   }
 
   // --- shared memory ---
 
-  // Writes dS as rows of queries, in this warpgroup's chunk of 64 keys. Nobody reads this slot any more: its last
-  // readers, two blocks ago, were waited for before the barrier of the last block.
+  // Writes dS as rows of queries, in this warpgroup's chunk of 64 keys. Nobody reads this slot any
+  // more: its last readers, two blocks ago, were waited for before the barrier of the last block.
   __device__ __forceinline__ void StoreLogitGradients(const uint32_t (&ds_words)[kLogits / 2]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int matrix = lane / 8, row = RowOfQuery(lane % 8);
     const int unit = 2 * warp + (matrix & 1);  // of 8 keys
-    const uint32_t address = SharedAddress(shared.ds[ds_slot][warpgroup]) + (8 * (matrix >> 1) + row) * 128 +
-                             ((unit ^ row) << 4);
+    const uint32_t address = SharedAddress(shared.ds[ds_slot][warpgroup]) +
+                             (8 * (matrix >> 1) + row) * 128 + ((unit ^ row) << 4);
 #pragma unroll
-    for (int step = 0; step < kM / 16; ++step) StoreMatricesTransposed(address + step * 16 * 128, ds_words + 4 * step);
+    for (int step = 0; step < kM / 16; ++step)
+      StoreMatricesTransposed(address + step * 16 * 128, ds_words + 4 * step);
   }
 
   __device__ __forceinline__ void StoreQueryGradient(float (&dq)[kLogits], int slot) {
@@ -300,7 +312,8 @@ struct GradientConsumer {
 
   // --- masks ---
 
-  __device__ __forceinline__ void FindVisible(const QueryBlockNote& note, RowMask<kLogits / 2> (&rows)[2]) {
+  __device__ __forceinline__ void FindVisible(const QueryBlockNote& note,
+                                              RowMask<kLogits / 2> (&rows)[2]) {
     const QueryBlockHeader& block = note.header;
     const int keys[2] = {block.key_start + thread_row, block.key_start + thread_row + 8};
     const int lane_column = threadIdx.x % 4 * 2;
@@ -317,11 +330,13 @@ struct GradientConsumer {
         slice = Transposed(params.slices[min(max(id, 0), params.num_slices - 1)]);
       }
 #pragma unroll
-      for (int row = 0; row < 2; ++row) rows[row].Add(slice, keys[row], block.query_start, lane_column);
+      for (int row = 0; row < 2; ++row)
+        rows[row].Add(slice, keys[row], block.query_start, lane_column);
     }
   }
 
-  static __device__ __forceinline__ void Hide(float (&values)[kLogits], const RowMask<kLogits / 2> (&rows)[2]) {
+  static __device__ __forceinline__ void Hide(float (&values)[kLogits],
+                                              const RowMask<kLogits / 2> (&rows)[2]) {
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) {
       values[i] = rows[i / 2 % 2].Has(i / 4 * 2 + i % 2) ? values[i] : 0.0f;
@@ -340,7 +355,8 @@ struct GradientConsumer {
   }
 
   __device__ __forceinline__ void SpoilRows(float (&s)[kLogits]) {
-    const bool spoiled[2] = {shared.spoiled_keys[thread_row] != 0, shared.spoiled_keys[thread_row + 8] != 0};
+    const bool spoiled[2] = {shared.spoiled_keys[thread_row] != 0,
+                             shared.spoiled_keys[thread_row + 8] != 0};
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) s[i] = spoiled[i / 2 % 2] ? NAN : s[i];
   }
@@ -349,7 +365,8 @@ struct GradientConsumer {
   __device__ __forceinline__ void CleanQueries(float (&p)[kLogits], const float (&dp)[kLogits]) {
     static_assert(Traits::kConsumerThreads == 2 * Traits::kChunks * kM);
     const int row = (threadIdx.x - 128) % kM, part = (threadIdx.x - 128) / kM;
-    uint8_t* const tile = part < Traits::kChunks ? shared.q[ring.slot] : shared.dout[dout_ring.slot];
+    uint8_t* const tile =
+        part < Traits::kChunks ? shared.q[ring.slot] : shared.dout[dout_ring.slot];
     CleanRow<Element>(tile + part % Traits::kChunks * kQChunkBytes + row * Traits::kRowBytes, row);
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) p[i] = dp[i] - dp[i] == 0.0f ? p[i] : NAN;

@@ -1,4 +1,5 @@
-// What the backward kernel gets from the host, how its shared memory is laid out, and the shape of one instantiation.
+// What the backward kernel gets from the host, how its shared memory is laid out, and the shape of
+// one instantiation.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_PARAMS_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_PARAMS_H_
@@ -11,13 +12,13 @@
 
 namespace magi_jax::sm90 {
 
-// One instantiation. A tile has kBlockN keys of one kv head; its gradients stay in registers while the tile walks the
-// queries of all heads of the group, kBlockM at a time.
+// One instantiation. A tile has kBlockN keys of one kv head; its gradients stay in registers while
+// the tile walks the queries of all heads of the group, kBlockM at a time.
 template <typename ElementT, int kHeadDimT, int kStagesT = 3, int kDoutStagesT = 2>
 struct BackwardTraits {
   using Element = ElementT;
-  static constexpr int kHeadDim = kHeadDimT;  // of queries, keys and values
-  static constexpr int kStages = kStagesT;    // query blocks in shared memory
+  static constexpr int kHeadDim = kHeadDimT;        // of queries, keys and values
+  static constexpr int kStages = kStagesT;          // query blocks in shared memory
   static constexpr int kDoutStages = kDoutStagesT;  // blocks of output cotangents
 
   static constexpr int kConsumers = 2;             // warpgroups
@@ -44,7 +45,8 @@ struct BackwardTraits {
 // Flags of a block besides those of BlockFlags.
 constexpr int kEmptyTile = 16;  // no block: the gradients of the tile are zero
 
-constexpr int kQueryAlignment = 4;  // blocks of queries start at a multiple of it, as copies of statistics need
+constexpr int kQueryAlignment =
+    4;  // blocks of queries start at a multiple of it, as copies of statistics need
 
 struct QueryBlockHeader {
   int32_t query_start, head;   // of the first row
@@ -52,7 +54,8 @@ struct QueryBlockHeader {
   int32_t flags, num_slices, ids_begin;
 };
 
-// Beside the queries of a block: which cells are visible. Slices are transposed, keys in the place of queries.
+// Beside the queries of a block: which cells are visible. Slices are transposed, keys in the place
+// of queries.
 struct QueryBlockNote {
   QueryBlockHeader header;
   Slice slices[kMaxInlineSlices];
@@ -64,13 +67,16 @@ struct GradientNote {
 
 template <typename Traits>
 struct BackwardStorage {
-  alignas(1024) uint8_t k[Traits::kKBytes];                    // [chunk][kBlockN rows]
-  alignas(1024) uint8_t v[Traits::kKBytes];                    // likewise
-  alignas(1024) uint8_t q[Traits::kStages][Traits::kQBytes];   // [chunk][kBlockM rows]
+  alignas(1024) uint8_t k[Traits::kKBytes];                          // [chunk][kBlockN rows]
+  alignas(1024) uint8_t v[Traits::kKBytes];                          // likewise
+  alignas(1024) uint8_t q[Traits::kStages][Traits::kQBytes];         // [chunk][kBlockM rows]
   alignas(1024) uint8_t dout[Traits::kDoutStages][Traits::kQBytes];  // likewise
-  alignas(1024) uint8_t ds[2][Traits::kConsumers][Traits::kBlockM * 128];  // a chunk of 64 keys per warpgroup
-  alignas(1024) uint8_t dq[Traits::kConsumers][Traits::kGradientBytes];    // [chunk of 32 columns][kBlockM rows]
-  alignas(128) float lse[Traits::kStages][Traits::kBlockM];  // times log2(e); +inf for rows without keys
+  alignas(1024)
+      uint8_t ds[2][Traits::kConsumers][Traits::kBlockM * 128];  // a chunk of 64 keys per warpgroup
+  alignas(1024) uint8_t
+      dq[Traits::kConsumers][Traits::kGradientBytes];  // [chunk of 32 columns][kBlockM rows]
+  alignas(128) float lse[Traits::kStages]
+                        [Traits::kBlockM];  // times log2(e); +inf for rows without keys
   alignas(128) float delta[Traits::kDoutStages][Traits::kBlockM];
   uint8_t spoiled_keys[Traits::kBlockN];  // rows of k that held inf or NaN, see backward_poison.h
   QueryBlockNote notes[Traits::kStages];

@@ -1,9 +1,10 @@
 // Keeping inf and NaN of rows that others see away from rows that must not see them.
 //
-// A hidden probability is 0, but 0 * inf is NaN: where the summed rows of a product are partly hidden, one that is not
-// finite would spoil all rows of the result. Such elements are zeroed in shared memory, and what does see their row is
-// made NaN by its probability instead. Keys are looked at once per tile; queries and cotangents of a block only if it
-// has a mask and its logits or their gradients are not finite, which costs a vote of the consumers.
+// A hidden probability is 0, but 0 * inf is NaN: where the summed rows of a product are partly
+// hidden, one that is not finite would spoil all rows of the result. Such elements are zeroed in
+// shared memory, and what does see their row is made NaN by its probability instead. Keys are
+// looked at once per tile; queries and cotangents of a block only if it has a mask and its logits
+// or their gradients are not finite, which costs a vote of the consumers.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_POISON_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_POISON_H_
@@ -18,8 +19,8 @@ namespace magi_jax::sm90 {
 __device__ __forceinline__ constexpr uint32_t ExponentBits(__nv_bfloat16) { return 0x7F807F80; }
 __device__ __forceinline__ constexpr uint32_t ExponentBits(__half) { return 0x7C007C00; }
 
-// Zeroes what is not finite in one 128-byte row of shared memory; tells whether anything was. `rotation` spreads the
-// threads of a warp over the banks.
+// Zeroes what is not finite in one 128-byte row of shared memory; tells whether anything was.
+// `rotation` spreads the threads of a warp over the banks.
 template <typename Element>
 __device__ __forceinline__ bool CleanRow(uint8_t* row, int rotation) {
   constexpr uint32_t kExponent = ExponentBits(Element{});
@@ -34,7 +35,8 @@ __device__ __forceinline__ bool CleanRow(uint8_t* row, int rotation) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t exponent = words[j] & kExponent;
-      const bool low = (exponent & 0xFFFF) == (kExponent & 0xFFFF), high = (exponent >> 16) == (kExponent >> 16);
+      const bool low = (exponent & 0xFFFF) == (kExponent & 0xFFFF),
+                 high = (exponent >> 16) == (kExponent >> 16);
       clean[j] = words[j] & (low ? 0xFFFF0000 : 0xFFFFFFFF) & (high ? 0x0000FFFF : 0xFFFFFFFF);
       changed |= low || high;
     }

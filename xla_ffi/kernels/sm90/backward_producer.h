@@ -1,9 +1,9 @@
-// The producer warp of the backward: walks the slice table by key tiles and keeps shared memory full of queries and
-// output cotangents with their statistics.
+// The producer warp of the backward: walks the slice table by key tiles and keeps shared memory
+// full of queries and output cotangents with their statistics.
 //
-// As in the forward it decides everything about masks that is uniform over a tile, and notes it beside each block. A
-// tile's blocks are those of all heads of its group, head by head, so that what the tiles in flight read at one time
-// are neighbouring rows of few heads, which fit in L2.
+// As in the forward it decides everything about masks that is uniform over a tile, and notes it
+// beside each block. A tile's blocks are those of all heads of its group, head by head, so that
+// what the tiles in flight read at one time are neighbouring rows of few heads, which fit in L2.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_PRODUCER_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_PRODUCER_H_
@@ -33,7 +33,8 @@ struct LaneKeySlice {
     any_begin = max(slice.q_start, low - slice.d_max);
     any_end = low <= high ? min(slice.q_end, high - slice.d_min + 1) : any_begin;
     all_begin = max(slice.q_start, high - slice.d_max);
-    all_end = low == first_key && high == last_key ? min(slice.q_end, low - slice.d_min + 1) : all_begin;
+    all_end =
+        low == first_key && high == last_key ? min(slice.q_end, low - slice.d_min + 1) : all_begin;
   }
 };
 
@@ -49,7 +50,7 @@ struct QueryProducer {
   uint32_t kv_parity = 0;
 
   int kv_head, key_start, last_key;
-  bool partial;   // the tile reaches past the last key
+  bool partial;                 // the tile reaches past the last key
   int found_query, found_head;  // of the block whose note is written; negative: none of this tile
   bool is_first;                // that block is the tile's first
   Run run;
@@ -70,7 +71,8 @@ struct QueryProducer {
  private:
   // Longest tiles first within a section, the section's kv heads of a tile side by side.
   __device__ void WalkTile(int work) {
-    const int per_section = params.by_key.num_tiles * params.parts_per_tile * params.section_kv_heads;
+    const int per_section =
+        params.by_key.num_tiles * params.parts_per_tile * params.section_kv_heads;
     const int section = work / per_section;
     const int section_begin = section * params.section_kv_heads;
     const int section_heads = min(params.section_kv_heads, params.num_kv_heads - section_begin);
@@ -78,8 +80,10 @@ struct QueryProducer {
     kv_head = section_begin + work % section_heads;
     work /= section_heads;
     // A table may be hostile; its entries must not lead outside of the arrays.
-    const int table_tile = min(max(params.by_key.order[work / params.parts_per_tile], 0), params.by_key.num_tiles - 1);
-    key_start = table_tile * params.table_tile_size + work % params.parts_per_tile * Traits::kBlockN;
+    const int table_tile =
+        min(max(params.by_key.order[work / params.parts_per_tile], 0), params.by_key.num_tiles - 1);
+    key_start =
+        table_tile * params.table_tile_size + work % params.parts_per_tile * Traits::kBlockN;
     if (key_start >= params.k_len) return;
     last_key = min(key_start + Traits::kBlockN, params.k_len) - 1;
     partial = last_key - key_start + 1 < Traits::kBlockN;
@@ -133,7 +137,8 @@ struct QueryProducer {
     return __reduce_min_sync(0xFFFFFFFF, first);
   }
 
-  // Writes the note of a block and sends the one before: whether that is the tile's last shows only now.
+  // Writes the note of a block and sends the one before: whether that is the tile's last shows only
+  // now.
   __device__ __forceinline__ void FindBlock(int query, int head) {
     if (found_query >= 0) SendBlock(0);
     BarrierWait(&shared.q_empty[ring.slot], ring.parity ^ 1);
@@ -148,7 +153,8 @@ struct QueryProducer {
       const int64_t at = static_cast<int64_t>(found_head) * params.stat_rows + found_query;
       uint64_t* barrier = &shared.q_full[ring.slot];
       BarrierArriveExpect(barrier, Traits::kQBytes + Traits::kStatBytes);
-      LoadRows<Traits::kBlockM>(shared.q[ring.slot], q_map, barrier, found_head, found_query, kEvictNormal);
+      LoadRows<Traits::kBlockM>(shared.q[ring.slot], q_map, barrier, found_head, found_query,
+                                kEvictNormal);
       CopyBytes(shared.lse[ring.slot], params.lse + at, Traits::kStatBytes, barrier);
     }
     if (is_first) OpenTile();
@@ -157,7 +163,8 @@ struct QueryProducer {
       const int64_t at = static_cast<int64_t>(found_head) * params.stat_rows + found_query;
       uint64_t* barrier = &shared.dout_full[dout_ring.slot];
       BarrierArriveExpect(barrier, Traits::kQBytes + Traits::kStatBytes);
-      LoadRows<Traits::kBlockM>(shared.dout[dout_ring.slot], dout_map, barrier, found_head, found_query, kEvictNormal);
+      LoadRows<Traits::kBlockM>(shared.dout[dout_ring.slot], dout_map, barrier, found_head,
+                                found_query, kEvictNormal);
       CopyBytes(shared.delta[dout_ring.slot], params.delta + at, Traits::kStatBytes, barrier);
     }
     is_first = false;
@@ -177,11 +184,12 @@ struct QueryProducer {
   }
 
   template <int kRows>
-  __device__ __forceinline__ void LoadRows(uint8_t* destination, const CUtensorMap& map, uint64_t* barrier, int head,
-                                           int row, uint64_t hint) {
+  __device__ __forceinline__ void LoadRows(uint8_t* destination, const CUtensorMap& map,
+                                           uint64_t* barrier, int head, int row, uint64_t hint) {
 #pragma unroll
     for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
-      CopyBox(destination + chunk * kRows * Traits::kRowBytes, &map, barrier, chunk * kChunk, head, row, hint);
+      CopyBox(destination + chunk * kRows * Traits::kRowBytes, &map, barrier, chunk * kChunk, head,
+              row, hint);
     }
   }
 
@@ -196,7 +204,8 @@ struct QueryProducer {
       const bool touches = max(mine.any_begin, query) < min(mine.any_end, query_end);
       const uint32_t touching = __ballot_sync(0xFFFFFFFF, touches);
       const int position = count + __popc(touching & ((1u << lane) - 1));
-      if (touches && position < kMaxInlineSlices) note.slices[position] = Transposed(params.slices[mine.id]);
+      if (touches && position < kMaxInlineSlices)
+        note.slices[position] = Transposed(params.slices[mine.id]);
       full |= mine.all_begin <= query && query_end <= mine.all_end;
       count += __popc(touching);
     }
@@ -219,10 +228,16 @@ struct QueryProducer {
   }
 
  public:
-  __device__ __forceinline__ QueryProducer(const BackwardKernelParams& params, const CUtensorMap& q_map,
-                                           const CUtensorMap& dout_map, const CUtensorMap& k_map,
-                                           const CUtensorMap& v_map, BackwardStorage<Traits>& shared)
-      : params(params), q_map(q_map), dout_map(dout_map), k_map(k_map), v_map(v_map), shared(shared) {}
+  __device__ __forceinline__ QueryProducer(const BackwardKernelParams& params,
+                                           const CUtensorMap& q_map, const CUtensorMap& dout_map,
+                                           const CUtensorMap& k_map, const CUtensorMap& v_map,
+                                           BackwardStorage<Traits>& shared)
+      : params(params),
+        q_map(q_map),
+        dout_map(dout_map),
+        k_map(k_map),
+        v_map(v_map),
+        shared(shared) {}
 };
 
 }  // namespace magi_jax::sm90

@@ -16,41 +16,53 @@ __device__ __forceinline__ void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Stores four 8 x 8 matrices of 2-byte elements, transposed: lane 8m + i gives the address of what is column i of
-// matrix m in the registers.
+// Stores four 8 x 8 matrices of 2-byte elements, transposed: lane 8m + i gives the address of what
+// is column i of matrix m in the registers.
 __device__ __forceinline__ void StoreMatricesTransposed(uint32_t address, const uint32_t* m) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]),
-               "r"(m[1]), "r"(m[2]), "r"(m[3])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+      : "memory");
 }
 
 __device__ __forceinline__ void StorePair(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
-// Copies contiguous bytes, a multiple of 16, to shared memory; they count towards the current phase of `barrier`.
-__device__ __forceinline__ void CopyBytes(void* destination, const void* source, int bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   SharedAddress(destination)),
-               "l"(source), "r"(bytes), "r"(SharedAddress(barrier))
-               : "memory");
+// Copies contiguous bytes, a multiple of 16, to shared memory; they count towards the current phase
+// of `barrier`.
+__device__ __forceinline__ void CopyBytes(void* destination, const void* source, int bytes,
+                                          uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(SharedAddress(destination)),
+      "l"(source), "r"(bytes), "r"(SharedAddress(barrier))
+      : "memory");
 }
 
 // Adds a box in shared memory to the tensor; parts of the box outside of the tensor are left out.
-__device__ __forceinline__ void AddBox(const void* source, const CUtensorMap* map, int column, int head, int row) {
-  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
-                   map),
-               "r"(SharedAddress(source)), "r"(column), "r"(head), "r"(row)
-               : "memory");
+__device__ __forceinline__ void AddBox(const void* source, const CUtensorMap* map, int column,
+                                       int head, int row) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], "
+      "[%1];" ::"l"(map),
+      "r"(SharedAddress(source)), "r"(column), "r"(head), "r"(row)
+      : "memory");
 }
 
-__device__ __forceinline__ void CommitBoxes() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void CommitBoxes() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 
 // Waits until shared memory of all committed boxes has been read.
-__device__ __forceinline__ void WaitBoxesRead() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void WaitBoxesRead() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 
 // Waits until all committed boxes have been added.
-__device__ __forceinline__ void WaitBoxes() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void WaitBoxes() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 
 // NamedBarrierSync that also tells whether `flag` held in any of the threads.
 __device__ __forceinline__ bool NamedBarrierOr(int id, int threads, bool flag) {

@@ -1,5 +1,5 @@
-// Prepares lse and delta for the backward kernel: [T, N] in, [N, stat_rows] out, so that the statistics of a block of
-// queries are contiguous; lse in powers of two.
+// Prepares lse and delta for the backward kernel: [T, N] in, [N, stat_rows] out, so that the
+// statistics of a block of queries are contiguous; lse in powers of two.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_STATS_CUH_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_STATS_CUH_
@@ -17,11 +17,11 @@ constexpr int kStatTile = 32;
 // Rows of the prepared statistics: a block may begin at the last query.
 inline int StatRows(int q_len) { return (q_len + kStatTile - 1) / kStatTile * kStatTile + 64; }
 
-// Blocks of 32 x 8 threads over tiles of 32 x 32; also clears the work counter. Queries without keys, and rows past
-// the last query, get +inf, which makes every probability 0.
+// Blocks of 32 x 8 threads over tiles of 32 x 32; also clears the work counter. Queries without
+// keys, and rows past the last query, get +inf, which makes every probability 0.
 __global__ void __launch_bounds__(256)
-    PrepareStats(const float* lse, const float* delta, float* lse_out, float* delta_out, int* counter, int q_len,
-                 int num_heads, int stat_rows) {
+    PrepareStats(const float* lse, const float* delta, float* lse_out, float* delta_out,
+                 int* counter, int q_len, int num_heads, int stat_rows) {
   __shared__ float lse_tile[kStatTile][kStatTile + 1], delta_tile[kStatTile][kStatTile + 1];
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && threadIdx.y == 0) *counter = 0;
   const int row_start = blockIdx.x * kStatTile, head_start = blockIdx.y * kStatTile;

@@ -1,4 +1,5 @@
-// How gradients leave: dQ through shared memory as additions by the copy engine, dK and dV from registers.
+// How gradients leave: dQ through shared memory as additions by the copy engine, dK and dV from
+// registers.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_STORE_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_STORE_H_
@@ -9,14 +10,17 @@
 
 namespace magi_jax::sm90 {
 
-// Row of a group of 8 queries that row `i` of dS and of dQ's accumulators stands for. Half a warp stores 4 rows of dQ
-// at a time; the 128-byte swizzle spreads rows 0, 2, 4, 6 over all banks, but not 0, 1, 2, 3.
+// Row of a group of 8 queries that row `i` of dS and of dQ's accumulators stands for. Half a warp
+// stores 4 rows of dQ at a time; the 128-byte swizzle spreads rows 0, 2, 4, 6 over all banks, but
+// not 0, 1, 2, 3.
 __device__ __forceinline__ int QueryOfRow(int i) { return (2 * i & 6) | i >> 2; }
 __device__ __forceinline__ int RowOfQuery(int i) { return i >> 1 | (i & 1) << 2; }
 
-// One warp of the producers' warpgroup for each consumer: has the copy engine add finished blocks of dQ.
+// One warp of the producers' warpgroup for each consumer: has the copy engine add finished blocks
+// of dQ.
 template <typename Traits>
-__device__ void AddQueryGradients(const CUtensorMap& dq_map, BackwardStorage<Traits>& shared, int consumer) {
+__device__ void AddQueryGradients(const CUtensorMap& dq_map, BackwardStorage<Traits>& shared,
+                                  int consumer) {
   if (threadIdx.x % 32 != 0) return;
   for (uint32_t parity = 0;; parity ^= 1) {
     BarrierWait(&shared.dq_full[consumer], parity);
@@ -44,22 +48,26 @@ struct KeyGradientStore {
   const int kv_head;
   const int first_key;  // of this thread; its second row is 8 below
 
-  __device__ __forceinline__ void Write(void* gradient, const float (&values)[kCount], float factor) const {
+  __device__ __forceinline__ void Write(void* gradient, const float (&values)[kCount],
+                                        float factor) const {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int key = first_key + 8 * row;
-      const int64_t at = (static_cast<int64_t>(key) * params.num_kv_heads + kv_head) * Traits::kHeadDim;
+      const int64_t at =
+          (static_cast<int64_t>(key) * params.num_kv_heads + kv_head) * Traits::kHeadDim;
       if (params.gradients_are_f32) {
         StoreFloats(static_cast<float*>(gradient) + at, key < params.k_len, row, values, factor);
       } else {
-        StoreElements(static_cast<Element*>(gradient) + at, key < params.k_len, row, values, factor);
+        StoreElements(static_cast<Element*>(gradient) + at, key < params.k_len, row, values,
+                      factor);
       }
     }
   }
 
  private:
   static __device__ __forceinline__ void StoreElements(Element* out, bool inside, int row,
-                                                       const float (&values)[kCount], float factor) {
+                                                       const float (&values)[kCount],
+                                                       float factor) {
 #pragma unroll
     for (int group = 0; group < kCount / 16; ++group) {  // 32 columns
       uint32_t words[4];
@@ -74,8 +82,8 @@ struct KeyGradientStore {
     }
   }
 
-  static __device__ __forceinline__ void StoreFloats(float* out, bool inside, int row, const float (&values)[kCount],
-                                                     float factor) {
+  static __device__ __forceinline__ void StoreFloats(float* out, bool inside, int row,
+                                                     const float (&values)[kCount], float factor) {
     float2* destination = reinterpret_cast<float2*>(out) + threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {

@@ -8,15 +8,17 @@
 
 namespace magi_jax::sm90 {
 
-// Describes a dense float32 [rows, heads, head_dim] tensor in boxes of box_rows x 1 x 32 elements, whose rows of 128
-// bytes lie in shared memory with the 128-byte swizzle.
-inline cudaError_t MakeGradientMap(CUtensorMap* map, float* data, int rows, int heads, int head_dim, int box_rows) {
+// Describes a dense float32 [rows, heads, head_dim] tensor in boxes of box_rows x 1 x 32 elements,
+// whose rows of 128 bytes lie in shared memory with the 128-byte swizzle.
+inline cudaError_t MakeGradientMap(CUtensorMap* map, float* data, int rows, int heads, int head_dim,
+                                   int box_rows) {
   // The driver's symbol is looked up at run time, so that nothing links against libcuda.
   static const auto encode = [] {
     void* symbol = nullptr;
     cudaDriverEntryPointQueryResult found;
 #if CUDART_VERSION >= 12050
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &found);
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault,
+                                     &found);
 #else
     cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &symbol, cudaEnableDefault, &found);
 #endif
@@ -30,9 +32,9 @@ inline cudaError_t MakeGradientMap(CUtensorMap* map, float* data, int rows, int 
   const cuuint32_t box[3] = {32, 1, static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t element_strides[3] = {1, 1, 1};
   const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 3, data, sizes, strides_bytes, box, element_strides,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 3, data, sizes, strides_bytes, box,
+             element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
