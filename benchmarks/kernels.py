@@ -1,9 +1,10 @@
-"""Times the forward kernels on a GPU beside cuDNN (through ``jax.nn``), tokamax and a matrix product.
+"""Times the kernels on a GPU beside cuDNN (through ``jax.nn``), tokamax and a matrix product.
 
-    python benchmarks/kernels.py [--lengths 1024 8192 32768] [--head-dims 128 64] [--json FILE]
+    python benchmarks/kernels.py [--lengths 1024 8192 32768] [--head-dims 128 64] [--backward] [--json FILE]
 
 64 query heads, 8 kv heads, bfloat16. Documents are those of ``kernel_documents.json``. TFLOP/s are those of
-the mask's area, 4 * area * N * H. cuDNN gets the masks that it can express: full, causal and a causal window.
+the mask's area, 4 * area * N * H, and 2.5 times that backward. cuDNN gets the masks that it can express:
+full, causal and a causal window.
 The card throttles as it warms, so compare only figures of one run, best as ratios to cuDNN's.
 """
 
@@ -39,12 +40,13 @@ def main() -> None:
         "--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 32768, 65536]
     )
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
+    parser.add_argument("--backward", action="store_true", help="time the gradients alone")
     parser.add_argument("--json", type=pathlib.Path, help="where to write the figures")
     args = parser.parse_args()
     rows = []
     for head_dim in args.head_dims:
         for length in args.lengths:
-            rows += measure(length, head_dim)
+            rows += measure(length, head_dim, args.backward)
             print_rows(rows[-len(cases(length)) :])
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +70,7 @@ def cases(length: int) -> dict[str, masks.AttnMask]:
     return result
 
 
-def measure(length: int, head_dim: int) -> list[dict]:
+def measure(length: int, head_dim: int, backward: bool = False) -> list[dict]:
     """TFLOP/s of every implementation on every mask of one length."""
     q, k, v = operands(length, head_dim)
     ceiling = matmul_tflops()
@@ -76,12 +78,14 @@ def measure(length: int, head_dim: int) -> list[dict]:
     for name, mask in cases(length).items():
         table = jax.device_put(slice_table(mask))
         ours = jax.jit(functools.partial(magi_jax.flex_flash_attention, implementation=None))
-        work = 4 * mask.area * NUM_HEADS * head_dim
+        work = (10 if backward else 4) * mask.area * NUM_HEADS * head_dim
         row = {"mask": name, "length": length, "head_dim": head_dim, "matmul": ceiling}
-        row["ours"] = work / seconds(ours, q, k, v, table) / 1e12
+        row["direction"] = "backward" if backward else "forward"
+        timed = backward_seconds if backward else seconds
+        row["ours"] = work / timed(ours, q, k, v, table) / 1e12
         for peer, call in peers(name).items():
             try:
-                row[peer] = work / seconds(call, q, k, v) / 1e12
+                row[peer] = work / timed(call, q, k, v) / 1e12
             except Exception as error:  # a peer that refuses a case is reported, never hidden
                 row[f"{peer}_error"] = str(error).splitlines()[0][:200]
         rows.append(row)
@@ -143,6 +147,13 @@ def seconds(call, *operands, budget_s: float = 0.15, repeats: int = 5) -> float:
         jax.block_until_ready(result)
         times.append((time.perf_counter() - start) / count)
     return statistics.median(times)
+
+
+def backward_seconds(call, q, k, v, *rest) -> float:
+    """Median time of the gradients of q, k and v alone, from saved residuals."""
+    out, pull = jax.vjp(lambda q, k, v: call(q, k, v, *rest), q, k, v)
+    dout = jax.random.normal(jax.random.key(1), out.shape, out.dtype)
+    return seconds(jax.jit(lambda pull, dout: pull(dout)), pull, dout)
 
 
 def print_rows(rows: list[dict]) -> None:
