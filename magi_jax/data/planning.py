@@ -42,20 +42,26 @@ class PlanBatch:
         config: the knobs of planning.
         specs: static sizes of the plans, one per mask; batches that share them share a compiled
             program. None takes the sizes that each batch needs. `fit` finds them.
+        grow: let a batch that does not fit ``specs`` take larger sizes, which costs a compilation
+            of the step, rather than refuse it. Every batch is then planned twice.
     """
 
     cp_size: int
     masks: tuple[Callable[[np.ndarray], AttnMask], ...]
     config: PlanConfig = field(default_factory=PlanConfig)
     specs: tuple[PlanSpec, ...] | None = None
+    grow: bool = False
 
     def __call__(self, packed: Packed) -> PlannedBatch:
         """Plans one batch and lays its tokens out as the plans want them.
 
         Raises:
-            ValueError: a plan does not fit ``specs``; the size that is too small is named.
+            ValueError: a plan does not fit ``specs``, and may not ``grow``; the size that is too
+                small is named.
         """
-        specs = self._specs_of(packed, None) if self.specs is None else self.specs
+        specs = self.specs
+        if specs is None or self.grow:
+            specs = self._specs_of(packed, specs)
         of_rows = [self._plans(row, specs) for row in _rows(packed)]
         plans = tuple(stack_plans(of_mask) for of_mask in zip(*of_rows, strict=True))
         moved = dispatch(packed, plans[0])

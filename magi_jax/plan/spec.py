@@ -198,9 +198,11 @@ class PlanSpec(_Sizes):
     def scaled(self, factor: float) -> "PlanSpec":
         """The same with capacities ``factor`` times as large: room for masks not seen yet.
 
-        Buffers whose size follows from the dispatch keep it, and no pair of ranks gets room for more
-        rows than one of them holds.
+        Buffers whose size follows from the dispatch keep it, no pair of ranks gets room for more rows
+        than one of them holds, and segments and pieces are enough for whole chunks in any order.
         """
+        num_chunks = -(-self.seq_len // self.chunk_size)
+        chunks = -(-num_chunks // self.cp_size)  # of a rank, at most
 
         def grown(spec: CommSpec) -> CommSpec:
             wide = _rounded(spec, None, factor)
@@ -210,7 +212,11 @@ class PlanSpec(_Sizes):
         def moved(spec: CommSpec) -> CommSpec:
             self_rows = min(bucket(math.ceil(spec.self_rows * factor)), spec.src_rows)
             self_rows = max(self_rows, spec.self_rows)
-            return dataclasses.replace(grown(spec), dst_rows=spec.dst_rows, self_rows=self_rows)
+            # A chunk meets at most two ranks of the contiguous layout, and three chunks when rolled.
+            pieces = bucket(max(3 * chunks, math.ceil(spec.pieces * factor)), MIN_ENTRIES)
+            return dataclasses.replace(
+                grown(spec), dst_rows=spec.dst_rows, self_rows=self_rows, pieces=pieces
+            )
 
         comm = tuple(map(grown, self.comm))
         k_lens = (self.calc[0].k_len, *(spec.dst_rows for spec in comm))
@@ -218,7 +224,7 @@ class PlanSpec(_Sizes):
         calc = (dataclasses.replace(t, k_len=n) for t, n in zip(tables, k_lens, strict=True))
         return dataclasses.replace(
             self,
-            segments=bucket(math.ceil(self.segments * factor), MIN_SEGMENTS),
+            segments=bucket(max(chunks, math.ceil(self.segments * factor)), MIN_SEGMENTS),
             calc=tuple(calc),
             comm=comm,
             transfer=moved(self.transfer),

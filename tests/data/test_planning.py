@@ -1,5 +1,6 @@
 """A planned batch has every token with its label, in one set of shapes whatever the batch holds."""
 
+import dataclasses
 import functools
 import itertools
 import operator
@@ -78,10 +79,15 @@ def test_fitted_specs_are_shared_by_batches_to_come():
 
 
 def test_batch_that_does_not_fit_is_refused_with_the_size():
-    one_document = batch(pack([np.arange(SEQ_LEN)], SEQ_LEN), 1)
-    planner = PlanBatch(CP, (CAUSAL,), CONFIG).fit(one_document, margin=1.0)
+    (short,) = batch(pack([np.arange(1)] * SEQ_LEN, SEQ_LEN, window=SEQ_LEN), 1)
+    (long,) = batch(pack([np.arange(SEQ_LEN)], SEQ_LEN), 1)
+    planner = PlanBatch(CP, (CAUSAL,), CONFIG).fit([long], margin=1.0)
     with pytest.raises(ValueError, match=r"spec\.\w+.* is \d+, but \d+ is needed"):
-        planner(next(batch(pack([np.arange(1)] * SEQ_LEN, SEQ_LEN, window=SEQ_LEN), 1)))
+        planner(short)
+    (grown,) = dataclasses.replace(planner, grow=True)(short).plans
+    assert grown.spec.covers(planner.specs[0])
+    (same,) = dataclasses.replace(planner, grow=True)(long).plans
+    assert same.spec == planner.specs[0]
 
 
 def test_fit_needs_a_batch():
