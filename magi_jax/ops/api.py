@@ -107,7 +107,7 @@ def flex_flash_attention(
     """
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     sinks = None if sinks is None else jnp.asarray(sinks)
-    chosen = get_implementation(implementation, deterministic)
+    chosen = get_implementation(implementation)
     if deterministic and not chosen.is_deterministic:
         raise NotImplementedError(
             f"implementation {chosen.name!r} has no fixed order of sums; deterministic=True needs another"

@@ -2,7 +2,8 @@
 
 Path ``sm80`` runs on every GPU from compute capability 8.0 on. Path ``sm90`` is for compute capability 9.0
 and supports fewer cases; an implementation lists ``sm80`` behind it for the others. The backward of ``sm90``
-adds up dQ in no fixed order: ask for deterministic results to get that of ``sm80``.
+adds up dQ in no fixed order, and serves only those who ask for ``implementation="sm90"``: it has not passed
+the conformance suite through JAX on a device yet.
 `CudaImplementation.describe` tells which kernels and tiles a call gets.
 """
 
@@ -168,12 +169,13 @@ SM80 = CudaImplementation("sm80", ("sm80",), ("sm80",))
 SM90 = CudaImplementation("sm90", ("sm90",), ("sm90", "sm80"))
 
 
-def for_capability(capability: tuple[int, int], deterministic: bool = False) -> CudaImplementation:
-    """The best kernels for a device: on Hopper those of sm90 where there are any, else sm80.
+def for_capability(capability: tuple[int, int]) -> CudaImplementation:
+    """Kernels for a device: on Hopper those of sm90 first, else sm80.
+
+    The backward is that of sm80 everywhere, which has passed the conformance suite through JAX.
 
     Args:
         capability: compute capability, such as ``(9, 0)``.
-        deterministic: leave out kernels whose sums have no fixed order.
 
     Raises:
         NotImplementedError: the device is older than any kernel.
@@ -181,7 +183,7 @@ def for_capability(capability: tuple[int, int], deterministic: bool = False) -> 
     paths = tuple(path for path in ("sm90", "sm80") if refusal(path, capability) is None)
     if not paths:
         raise NotImplementedError(refusal("sm80", capability))
-    return CudaImplementation("cuda", paths, ("sm80",) if deterministic else paths)
+    return CudaImplementation("cuda", paths, ("sm80",))
 
 
 def refusal(path: str, capability: tuple[int, int]) -> str | None:

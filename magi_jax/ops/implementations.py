@@ -24,13 +24,12 @@ def implementations() -> tuple[str, ...]:
 
 
 def get_implementation(
-    implementation: str | Implementation | None = None, deterministic: bool = False
+    implementation: str | Implementation | None = None,
 ) -> Implementation:
     """The implementation of a name, the one for the default backend, or the given one itself.
 
     Args:
         implementation: a name, an implementation, or None to choose by platform.
-        deterministic: where it is chosen by platform, choose one with equal bits for equal inputs.
 
     Raises:
         ValueError: there is no implementation of that name.
@@ -41,7 +40,7 @@ def get_implementation(
     if implementation is None:
         platform = jax.default_backend()
         if platform == "gpu":
-            return cuda.for_capability(cuda.device_capability(), deterministic)
+            return cuda.for_capability(cuda.device_capability())
         if platform not in _BY_PLATFORM:
             raise NotImplementedError(
                 f"no implementation is chosen by itself on platform {platform!r}; pass one of"

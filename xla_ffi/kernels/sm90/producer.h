@@ -88,8 +88,8 @@ struct Producer {
 
   __device__ void WalkRun(const Run& next_run) {
     run = next_run;
-    run.ids_begin = max(run.ids_begin, 0);
-    run.ids_end = min(run.ids_end, params.by_query.num_ids);
+    run.ids_begin = min(max(run.ids_begin, 0), params.by_query.num_ids);
+    run.ids_end = min(max(run.ids_end, 0), params.by_query.num_ids);
     num_chunks = (run.ids_end - run.ids_begin + 31) / 32;
     if (num_chunks <= 0) return;
     LoadSlices(0);
