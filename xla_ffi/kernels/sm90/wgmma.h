@@ -1,5 +1,6 @@
-// WGMMA: D[64, n] (+)= A[64, 16] B[16, n] by one warpgroup, with D in registers as float, A in shared memory or
-// registers, B in shared memory. Operands in shared memory are tiles of 128-byte rows with the 128-byte swizzle.
+// WGMMA: D[64, n] (+)= A[64, 16] B[16, n] by one warpgroup, with D in registers as float, A in
+// shared memory or registers, B in shared memory. Operands in shared memory are tiles of 128-byte
+// rows with the 128-byte swizzle.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_WGMMA_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_WGMMA_H_
@@ -18,8 +19,9 @@ namespace magi_jax::sm90 {
 
 constexpr int kSwizzleAtomBytes = 1024;  // 8 rows of 128 bytes
 
-// The lower half of a descriptor, which holds the start; the upper half is the same for all operands here: 128-byte
-// swizzle, and one atom from 8 rows to the next. Kept apart so that stepping along an operand is a 32-bit addition.
+// The lower half of a descriptor, which holds the start; the upper half is the same for all
+// operands here: 128-byte swizzle, and one atom from 8 rows to the next. Kept apart so that
+// stepping along an operand is a 32-bit addition.
 struct Operand {
   uint32_t low;
 
@@ -31,11 +33,14 @@ struct Operand {
   }
 };
 
-// Operand whose rows run along the summed axis (queries and keys in QK). A step of 16 along that axis adds 32 bytes.
-__device__ __forceinline__ Operand OperandOfRows(uint32_t address) { return {1u << 16 | (address & 0x3FFFF) >> 4}; }
+// Operand whose rows run along the summed axis (queries and keys in QK). A step of 16 along that
+// axis adds 32 bytes.
+__device__ __forceinline__ Operand OperandOfRows(uint32_t address) {
+  return {1u << 16 | (address & 0x3FFFF) >> 4};
+}
 
-// Operand whose rows run along the free axis (values in PV): a step of 16 along the summed axis is two atoms; the
-// next chunk of 64 columns follows at `chunk_bytes`.
+// Operand whose rows run along the free axis (values in PV): a step of 16 along the summed axis is
+// two atoms; the next chunk of 64 columns follows at `chunk_bytes`.
 __device__ __forceinline__ Operand OperandOfColumns(uint32_t address, int chunk_bytes) {
   return {uint32_t(chunk_bytes >> 4) << 16 | (address & 0x3FFFF) >> 4};
 }
@@ -43,14 +48,20 @@ __device__ __forceinline__ Operand OperandOfColumns(uint32_t address, int chunk_
 // --- ordering ---
 
 // Orders earlier register writes of this warpgroup before the products that follow.
-__device__ __forceinline__ void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void WgmmaFence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 
-__device__ __forceinline__ void WgmmaCommit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void WgmmaCommit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
-// Waits until at most kPending committed groups are in flight. Waits of different kPlace are never merged.
+// Waits until at most kPending committed groups are in flight. Waits of different kPlace are never
+// merged.
 template <int kPending, int kPlace = 0>
 __device__ __forceinline__ void WgmmaWait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;  // place %1" ::"n"(kPending), "n"(kPlace) : "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;  // place %1" ::"n"(kPending), "n"(kPlace)
+               : "memory");
 }
 
 // Keeps the compiler from moving uses of registers that products in flight own across this point.
@@ -85,54 +96,74 @@ struct Wgmma;
 #define MAGI_REGS112 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 // clang-format on
 
-// One pair of functions per (shape, type). `n0`.. are the numbers of the operands after the accumulators.
-#define MAGI_WGMMA_TYPE(n, type, regs, n0, n1, n2, n3, n4, n5, ...)                                               \
-  template <bool kBColumns, int kCount>                                                                           \
-  static __device__ __forceinline__ void SharedShared(float (&d)[kCount], Operand a, Operand b, bool add, type) { \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #n2 ", 0;\n"                                          \
-                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." MAGI_NAME_##type "." MAGI_NAME_##type          \
-                 " {" regs "}, %" #n0 ", %" #n1 ", add, 1, 1, 0, %" #n3 ";\n}\n"                                 \
-                 : __VA_ARGS__                                                                                    \
-                 : "l"(a.Descriptor()), "l"(b.Descriptor()), "r"(int32_t{add}), "n"(int32_t{kBColumns}));                                   \
-  }                                                                                                               \
-  template <int kCount>                                                                                           \
-  static __device__ __forceinline__ void RegistersShared(float (&d)[kCount], const uint32_t* a, Operand b, bool add, \
-                                                         type) {                                                  \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #n5 ", 0;\n"                                          \
-                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." MAGI_NAME_##type "." MAGI_NAME_##type          \
-                 " {" regs "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", add, 1, 1, 1;\n}\n"           \
-                 : __VA_ARGS__                                                                                    \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.Descriptor()), "r"(int32_t{add}));                        \
+// One pair of functions per (shape, type). `n0`.. are the numbers of the operands after the
+// accumulators.
+#define MAGI_WGMMA_TYPE(n, type, regs, n0, n1, n2, n3, n4, n5, ...)                              \
+  template <bool kBColumns, int kCount>                                                          \
+  static __device__ __forceinline__ void SharedShared(float (&d)[kCount], Operand a, Operand b,  \
+                                                      bool add, type) {                          \
+    asm volatile(                                                                                \
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %" #n2                                             \
+        ", 0;\n"                                                                                 \
+        "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." MAGI_NAME_##type "." MAGI_NAME_##type  \
+        " {" regs "}, %" #n0 ", %" #n1 ", add, 1, 1, 0, %" #n3 ";\n}\n"                          \
+        : __VA_ARGS__                                                                            \
+        : "l"(a.Descriptor()), "l"(b.Descriptor()), "r"(int32_t{add}), "n"(int32_t{kBColumns})); \
+  }                                                                                              \
+  template <int kCount>                                                                          \
+  static __device__ __forceinline__ void RegistersShared(float (&d)[kCount], const uint32_t* a,  \
+                                                         Operand b, bool add, type) {            \
+    asm volatile(                                                                                \
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %" #n5                                             \
+        ", 0;\n"                                                                                 \
+        "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." MAGI_NAME_##type "." MAGI_NAME_##type  \
+        " {" regs "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", add, 1, 1, 1;\n}\n"    \
+        : __VA_ARGS__                                                                            \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.Descriptor()), "r"(int32_t{add}));   \
   }
 
 #define MAGI_NAME___nv_bfloat16 "bf16"
 #define MAGI_NAME___half "f16"
 
-#define MAGI_WGMMA(n, regs, n0, n1, n2, n3, n4, n5, ...)                            \
-  template <>                                                                       \
-  struct Wgmma<n> {                                                                 \
-    MAGI_WGMMA_TYPE(n, __nv_bfloat16, regs, n0, n1, n2, n3, n4, n5, __VA_ARGS__)    \
-    MAGI_WGMMA_TYPE(n, __half, regs, n0, n1, n2, n3, n4, n5, __VA_ARGS__)           \
+#define MAGI_WGMMA(n, regs, n0, n1, n2, n3, n4, n5, ...)                         \
+  template <>                                                                    \
+  struct Wgmma<n> {                                                              \
+    MAGI_WGMMA_TYPE(n, __nv_bfloat16, regs, n0, n1, n2, n3, n4, n5, __VA_ARGS__) \
+    MAGI_WGMMA_TYPE(n, __half, regs, n0, n1, n2, n3, n4, n5, __VA_ARGS__)        \
   };
 
-MAGI_WGMMA(64, MAGI_REGS0 ", " MAGI_REGS16, 32, 33, 34, 35, 36, 37,
-           MAGI_ACC32(0))
-MAGI_WGMMA(80, MAGI_REGS0 ", " MAGI_REGS16 ", " "%32, %33, %34, %35, %36, %37, %38, %39", 40, 41, 42, 43, 44, 45,
-           MAGI_ACC32(0), MAGI_ACC4(32), MAGI_ACC4(36))
-MAGI_WGMMA(96, MAGI_REGS0 ", " MAGI_REGS16 ", " MAGI_REGS32, 48, 49, 50, 51, 52, 53,
-           MAGI_ACC32(0), MAGI_ACC16(32))
-MAGI_WGMMA(112, MAGI_REGS0 ", " MAGI_REGS16 ", " MAGI_REGS32 ", " "%48, %49, %50, %51, %52, %53, %54, %55", 56, 57, 58, 59, 60, 61,
-           MAGI_ACC32(0), MAGI_ACC16(32), MAGI_ACC4(48), MAGI_ACC4(52))
-MAGI_WGMMA(128, MAGI_REGS0 ", " MAGI_REGS16 ", " MAGI_REGS32 ", " MAGI_REGS48, 64, 65, 66, 67, 68, 69,
-           MAGI_ACC32(0), MAGI_ACC32(32))
-MAGI_WGMMA(160, MAGI_REGS0 ", " MAGI_REGS16 ", " MAGI_REGS32 ", " MAGI_REGS48 ", " MAGI_REGS64, 80, 81, 82, 83, 84, 85,
-           MAGI_ACC32(0), MAGI_ACC32(32), MAGI_ACC16(64))
-MAGI_WGMMA(176, MAGI_REGS0 ", " MAGI_REGS16 ", " MAGI_REGS32 ", " MAGI_REGS48 ", " MAGI_REGS64 ", " "%80, %81, %82, %83, %84, %85, %86, %87", 88, 89, 90, 91, 92, 93,
-           MAGI_ACC32(0), MAGI_ACC32(32), MAGI_ACC16(64), MAGI_ACC4(80), MAGI_ACC4(84))
-MAGI_WGMMA(192, MAGI_REGS0 ", " MAGI_REGS16 ", " MAGI_REGS32 ", " MAGI_REGS48 ", " MAGI_REGS64 ", " MAGI_REGS80, 96, 97, 98, 99, 100, 101,
-           MAGI_ACC32(0), MAGI_ACC32(32), MAGI_ACC32(64))
-MAGI_WGMMA(256, MAGI_REGS0 ", " MAGI_REGS16 ", " MAGI_REGS32 ", " MAGI_REGS48 ", " MAGI_REGS64 ", " MAGI_REGS80 ", " MAGI_REGS96 ", " MAGI_REGS112, 128, 129, 130, 131, 132, 133,
-           MAGI_ACC32(0), MAGI_ACC32(32), MAGI_ACC32(64), MAGI_ACC32(96))
+MAGI_WGMMA(64, MAGI_REGS0 ", " MAGI_REGS16, 32, 33, 34, 35, 36, 37, MAGI_ACC32(0))
+MAGI_WGMMA(80,
+           MAGI_REGS0 ", " MAGI_REGS16
+                      ", "
+                      "%32, %33, %34, %35, %36, %37, %38, %39",
+           40, 41, 42, 43, 44, 45, MAGI_ACC32(0), MAGI_ACC4(32), MAGI_ACC4(36))
+MAGI_WGMMA(96, MAGI_REGS0 ", " MAGI_REGS16 ", " MAGI_REGS32, 48, 49, 50, 51, 52, 53, MAGI_ACC32(0),
+           MAGI_ACC16(32))
+MAGI_WGMMA(112,
+           MAGI_REGS0 ", " MAGI_REGS16 ", " MAGI_REGS32
+                      ", "
+                      "%48, %49, %50, %51, %52, %53, %54, %55",
+           56, 57, 58, 59, 60, 61, MAGI_ACC32(0), MAGI_ACC16(32), MAGI_ACC4(48), MAGI_ACC4(52))
+MAGI_WGMMA(128, MAGI_REGS0 ", " MAGI_REGS16 ", " MAGI_REGS32 ", " MAGI_REGS48, 64, 65, 66, 67, 68,
+           69, MAGI_ACC32(0), MAGI_ACC32(32))
+MAGI_WGMMA(160, MAGI_REGS0 ", " MAGI_REGS16 ", " MAGI_REGS32 ", " MAGI_REGS48 ", " MAGI_REGS64, 80,
+           81, 82, 83, 84, 85, MAGI_ACC32(0), MAGI_ACC32(32), MAGI_ACC16(64))
+MAGI_WGMMA(176,
+           MAGI_REGS0 ", " MAGI_REGS16 ", " MAGI_REGS32 ", " MAGI_REGS48 ", " MAGI_REGS64
+                      ", "
+                      "%80, %81, %82, %83, %84, %85, %86, %87",
+           88, 89, 90, 91, 92, 93, MAGI_ACC32(0), MAGI_ACC32(32), MAGI_ACC16(64), MAGI_ACC4(80),
+           MAGI_ACC4(84))
+MAGI_WGMMA(192,
+           MAGI_REGS0 ", " MAGI_REGS16 ", " MAGI_REGS32 ", " MAGI_REGS48 ", " MAGI_REGS64
+                      ", " MAGI_REGS80,
+           96, 97, 98, 99, 100, 101, MAGI_ACC32(0), MAGI_ACC32(32), MAGI_ACC32(64))
+MAGI_WGMMA(256,
+           MAGI_REGS0 ", " MAGI_REGS16 ", " MAGI_REGS32 ", " MAGI_REGS48 ", " MAGI_REGS64
+                      ", " MAGI_REGS80 ", " MAGI_REGS96 ", " MAGI_REGS112,
+           128, 129, 130, 131, 132, 133, MAGI_ACC32(0), MAGI_ACC32(32), MAGI_ACC32(64),
+           MAGI_ACC32(96))
 
 #undef MAGI_WGMMA
 #undef MAGI_WGMMA_TYPE
