@@ -19,7 +19,7 @@ from pathlib import Path
 import corpus
 import dense_check
 import jax
-import jax.numpy as jnp
+import language_model
 import numpy as np
 import optax
 import show
@@ -53,11 +53,7 @@ def parse_flags() -> argparse.Namespace:
     )
     parser.add_argument("--cp", type=int, default=4, help="devices that share a sequence")
     parser.add_argument("--device", default="cpu", help="cpu (virtual devices) or gpu")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--features", type=int, default=128, help="width of the residual stream")
-    parser.add_argument("--head-dim", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=2, help="key and value heads")
-    parser.add_argument("--dtype", default="float32", help="dtype of the computation")
+    language_model.add_model_flags(parser)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--dispatch", default="balanced", help="or lpt, zigzag, contiguous")
     parser.add_argument("--seed", type=int, default=0)
@@ -78,54 +74,8 @@ def start_devices(flags: argparse.Namespace) -> jax.sharding.Mesh:
     return jax.make_mesh((flags.dp, flags.cp), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
 
 
-def make_model(flags: argparse.Namespace) -> nnx.Module:
-    config = mj.flax.DecoderConfig(
-        vocab_size=corpus.VOCAB_SIZE,
-        num_layers=flags.layers,
-        features=flags.features,
-        num_heads=flags.features // flags.head_dim,
-        num_kv_heads=flags.kv_heads,
-        head_dim=flags.head_dim,
-        hidden=3 * flags.features,
-        dtype=jnp.dtype(flags.dtype),
-    )
-    return mj.flax.Decoder(config, rngs=nnx.Rngs(flags.seed))
-
-
 def mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
-
-
-def full_causal(segment_ids: np.ndarray) -> mj.AttnMask:
-    return mj.masks.from_segment_ids(segment_ids, causal=True)
-
-
-def sliding_window(segment_ids: np.ndarray, *, size: int) -> mj.AttnMask:
-    return mj.masks.from_segment_ids(segment_ids, causal=True, window=(size - 1, 0))
-
-
-def mean_loss(graphdef, params, packed: mj.data.Packed, attends) -> jax.Array:
-    """Mean cross-entropy over the tokens that have a label."""
-    model = nnx.merge(graphdef, params)
-    logits = model(packed.tokens, packed.positions, attends)
-    labelled = packed.labels != mj.data.NO_LABEL
-    labels = jnp.where(labelled, packed.labels, 0)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return jnp.sum(losses * labelled) / jnp.sum(labelled)
-
-
-def make_train_step(graphdef, optimizer: optax.GradientTransformation):
-    """One jitted step; batch and plans are arguments."""
-
-    @jax.jit
-    def train_step(params, opt_state, batch: mj.data.PlannedBatch):
-        attends = tuple(mj.flax.attention_fn(plan, batch_axes="dp") for plan in batch.plans)
-        loss_of = functools.partial(mean_loss, graphdef, packed=batch.packed, attends=attends)
-        loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss, grads
-
-    return train_step
 
 
 def check_first_step(graphdef, params, packed: mj.data.Packed, masks, loss, grads) -> None:
@@ -136,7 +86,9 @@ def check_first_step(graphdef, params, packed: mj.data.Packed, masks, loss, grad
     @jax.jit
     def dense_step(params, packed, visible):
         attends = tuple(map(dense_check.dense_attention, visible))
-        return jax.value_and_grad(lambda p: mean_loss(graphdef, p, packed, attends))(params)
+        return jax.value_and_grad(lambda p: language_model.mean_loss(graphdef, p, packed, attends))(
+            params
+        )
 
     params = jax.tree.map(np.asarray, params)
     dense_loss, dense_grads = dense_step(params, packed, visible)
@@ -187,7 +139,8 @@ def main() -> None:
     files = corpus.source_files()
     size = mib(sum(path.stat().st_size for path in files))
     print(f"documents: {len(files)} source files of the Python library, {size}")
-    masks = (full_causal, functools.partial(sliding_window, size=flags.window))
+    window = functools.partial(language_model.sliding_window, size=flags.window)
+    masks = (language_model.full_causal, window)
 
     def batches(seed):
         sequences = mj.data.pack(corpus.documents(files, seed), flags.seq_len, seed=seed)
@@ -201,7 +154,7 @@ def main() -> None:
     sequences = np.concatenate([packed.segment_ids for packed in (first, *more)])
     describe_plans(flags, config, masks, max(sequences, key=np.max))
 
-    graphdef, params = nnx.split(make_model(flags), nnx.Param)
+    graphdef, params = nnx.split(language_model.make_model(flags), nnx.Param)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(
         f"model: {size / 1e6:.2f} M parameters, {flags.layers} layers; mesh: dp {flags.dp} x cp {flags.cp}"
@@ -211,7 +164,7 @@ def main() -> None:
         flags.learning_rate / 10, flags.learning_rate, max(flags.steps // 8, 1), flags.steps
     )
     optimizer = optax.adamw(schedule)
-    train_step = make_train_step(graphdef, optimizer)
+    train_step = language_model.make_train_step(graphdef, optimizer)
     progress = show.Progress(flags.steps, flags.dp * flags.seq_len)
     by_token = NamedSharding(mesh, P("dp", "cp"))
     with jax.set_mesh(mesh), mj.data.Prefetch(batches(flags.seed), planner) as planned:

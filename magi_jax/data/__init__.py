@@ -3,6 +3,7 @@
 from magi_jax.data.packing import NO_LABEL, Packed, assign, batch, join, pack
 from magi_jax.data.planning import PlanBatch, PlannedBatch
 from magi_jax.data.prefetch import Prefetch
+from magi_jax.data.processes import check_same_plans, place
 
 __all__ = [
     "NO_LABEL",
@@ -12,6 +13,8 @@ __all__ = [
     "Prefetch",
     "assign",
     "batch",
+    "check_same_plans",
     "join",
     "pack",
+    "place",
 ]

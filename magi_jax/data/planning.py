@@ -2,9 +2,9 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,24 +13,32 @@ from magi_jax.masks import AttnMask
 from magi_jax.parallel import dispatch
 from magi_jax.plan import AttentionPlan, PlanConfig, PlanSpec, make_plan, stack_plans
 
+# What a batch may be: ours, or the dictionary of another pipeline, arrays ``[R, L, ...]`` by name.
+Batch = Packed | Mapping[str, np.ndarray]
+
 
 class PlannedBatch(NamedTuple):
     """A batch of R sequences in dispatched order, with what attention needs. A pytree.
 
     Attributes:
-        packed: tokens, segment ids, positions and labels, int32 ``[R, cp * local_len]``; shard it
-            with ``P("dp", "cp")``.
+        packed: the batch that was planned, of the same kind and with the same fields, each
+            ``[R, cp * local_len, ...]``; shard it with ``P("dp", "cp")``.
         plans: one plan per mask, stacked over the sequences, leaves ``[R, cp, ...]``; shard them in
             the same way.
     """
 
-    packed: Packed
+    packed: Any
     plans: tuple[AttentionPlan, ...]
 
 
 @dataclass(frozen=True)
 class PlanBatch:
-    """Plans every sequence of a batch: a function from `Packed` ``[R, L]`` to `PlannedBatch`.
+    """Plans every sequence of a batch: a function from a batch ``[R, L]`` to a `PlannedBatch`.
+
+    A batch is a `Packed`, or a dictionary of arrays ``[R, L, ...]`` as MaxText, Transformer Engine
+    or grain make them, with segment ids of which 0 is padding; all of its arrays are brought into
+    dispatched order. Rows that the layout adds are padding too: zero in every array, and
+    ``NO_LABEL`` in the labels of a `Packed`.
 
     It holds no state and can be pickled when its masks can, so it may run in a `Prefetch` thread or
     in the worker processes of a data-loading library (``dataset.map(PlanBatch(...))`` with grain).
@@ -44,6 +52,7 @@ class PlanBatch:
             program. None takes the sizes that each batch needs. `fit` finds them.
         grow: let a batch that does not fit ``specs`` take larger sizes, which costs a compilation
             of the step, rather than refuse it. Every batch is then planned twice.
+        segment_ids: key of the segment ids in a dictionary: ``"inputs_segmentation"`` for MaxText.
     """
 
     cp_size: int
@@ -51,27 +60,31 @@ class PlanBatch:
     config: PlanConfig = field(default_factory=PlanConfig)
     specs: tuple[PlanSpec, ...] | None = None
     grow: bool = False
+    segment_ids: str = "segment_ids"
 
-    def __call__(self, packed: Packed) -> PlannedBatch:
+    def __call__(self, packed: Batch) -> PlannedBatch:
         """Plans one batch and lays its tokens out as the plans want them.
 
         Raises:
+            KeyError: a dictionary has no segment ids under the name in ``segment_ids``.
             ValueError: a plan does not fit ``specs``, and may not ``grow``; the size that is too
                 small is named.
         """
         specs = self.specs
         if specs is None or self.grow:
             specs = self._specs_of(packed, specs)
-        of_rows = [self._plans(row, specs) for row in _rows(packed)]
+        of_rows = [self._plans(ids, specs) for ids in self._ids(packed)]
         plans = tuple(stack_plans(of_mask) for of_mask in zip(*of_rows, strict=True))
         moved = dispatch(packed, plans[0])
+        if not isinstance(moved, Packed):
+            return PlannedBatch(moved, plans)
         is_token = np.reshape(plans[0].positions, moved.labels.shape) >= 0
         return PlannedBatch(
             moved._replace(labels=np.where(is_token, moved.labels, NO_LABEL)), plans
         )
 
     def fit(
-        self, batches: Iterable[Packed], *, num_batches: int = 16, margin: float = 1.25
+        self, batches: Iterable[Batch], *, num_batches: int = 16, margin: float = 1.25
     ) -> "PlanBatch":
         """The same with ``specs`` that cover a sample of batches, so that a step compiles once.
 
@@ -87,10 +100,21 @@ class PlanBatch:
             raise ValueError("fit needs at least one batch, got none")
         return dataclasses.replace(self, specs=tuple(spec.scaled(margin) for spec in specs))
 
-    def _specs_of(self, packed: Packed, specs: tuple[PlanSpec, ...] | None) -> tuple[PlanSpec, ...]:
+    def _ids(self, packed: Batch) -> np.ndarray:
+        """Segment ids of a batch ``[R, L]``."""
+        if isinstance(packed, Packed):
+            return packed.segment_ids
+        if self.segment_ids not in packed:
+            raise KeyError(
+                f"the batch has no {self.segment_ids!r}, it has {sorted(packed)}: name the array of"
+                " segment ids in PlanBatch(segment_ids=...)"
+            )
+        return packed[self.segment_ids]
+
+    def _specs_of(self, packed: Batch, specs: tuple[PlanSpec, ...] | None) -> tuple[PlanSpec, ...]:
         """The smallest specs that cover the batch and the given specs."""
-        for row in _rows(packed):
-            found = tuple(plan.spec for plan in self._plans(row, None, like=specs))
+        for ids in self._ids(packed):
+            found = tuple(plan.spec for plan in self._plans(ids, None, like=specs))
             pairs = zip(specs or found, found, strict=True)
             specs = tuple(old.union(new) for old, new in pairs)
         assert specs is not None
@@ -98,12 +122,12 @@ class PlanBatch:
 
     def _plans(
         self,
-        row: Packed,
+        ids: np.ndarray,
         specs: tuple[PlanSpec, ...] | None,
         like: tuple[PlanSpec, ...] | None = None,
     ) -> list[AttentionPlan]:
         """One plan per mask, in ``specs``, or in its own sizes with as many stages as ``like``."""
-        first, *others = (mask(row.segment_ids) for mask in self.masks)
+        first, *others = (mask(ids) for mask in self.masks)
         overlaps = [self.config.overlap] * len(self.masks)
         if like is not None:
             overlaps = [spec.num_remote_stages for spec in like]
@@ -113,8 +137,3 @@ class PlanBatch:
         for mask, overlap, spec in zip(others, overlaps[1:], other_specs, strict=True):
             plans.append(plans[0].with_mask(mask, overlap=overlap, spec=spec))
         return plans
-
-
-def _rows(packed: Packed) -> list[Packed]:
-    """The sequences of a batch."""
-    return [Packed(*fields) for fields in zip(*packed, strict=True)]

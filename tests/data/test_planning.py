@@ -111,3 +111,33 @@ def test_planner_is_a_transformation_of_a_grain_dataset():
     for planned, batch_before in zip(dataset, packed, strict=True):
         same = jax.tree.map(np.array_equal, planned, planner(batch_before))
         assert all(jax.tree.leaves(same))
+
+
+def test_dictionary_of_another_pipeline_goes_in_as_it_is(rng):
+    """MaxText's names and layout; arrays with more axes travel too."""
+    packed = next(_batches())
+    images = rng.normal(size=(2, SEQ_LEN, 3)).astype(np.float32)
+    theirs = {
+        "inputs": packed.tokens,
+        "inputs_position": packed.positions,
+        "inputs_segmentation": packed.segment_ids,
+        "targets": np.maximum(packed.labels, 0),
+        "targets_segmentation": packed.segment_ids * (packed.labels != NO_LABEL),
+        "images": images,
+    }
+    planner = PlanBatch(CP, (CAUSAL, WINDOW), CONFIG, segment_ids="inputs_segmentation")
+    planned, ours = planner(theirs), PlanBatch(CP, (CAUSAL, WINDOW), CONFIG)(packed)
+    for plan, expected in zip(planned.plans, ours.plans, strict=True):
+        assert plan.fingerprint() == expected.fingerprint()
+    assert set(planned.packed) == set(theirs)
+    np.testing.assert_array_equal(planned.packed["inputs"], ours.packed.tokens)
+    np.testing.assert_array_equal(planned.packed["inputs_segmentation"], ours.packed.segment_ids)
+    is_labelled = planned.packed["targets_segmentation"] > 0
+    np.testing.assert_array_equal(is_labelled, ours.packed.labels != NO_LABEL)
+    back = mj.undispatch(planned.packed["images"], planned.plans[0])
+    np.testing.assert_array_equal(back, images)
+
+
+def test_dictionary_without_the_named_segment_ids_is_refused():
+    with pytest.raises(KeyError, match=r"no 'segment_ids', it has \['inputs'\]"):
+        PlanBatch(CP, (CAUSAL,))({"inputs": np.ones((1, 8))})

@@ -1,0 +1,83 @@
+"""The language model of the examples: its masks, its loss and its train step.
+
+Layers take their attention as an argument of the call, so the same model runs under plans, under masks on
+one device and under dense attention.
+"""
+
+import argparse
+import functools
+from collections.abc import Sequence
+
+import corpus
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import magi_jax as mj
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `make_model` reads."""
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--features", type=int, default=128, help="width of the residual stream")
+    parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=2, help="key and value heads")
+    parser.add_argument("--dtype", default="float32", help="dtype of the computation")
+
+
+def make_model(flags: argparse.Namespace) -> nnx.Module:
+    config = mj.flax.DecoderConfig(
+        vocab_size=corpus.VOCAB_SIZE,
+        num_layers=flags.layers,
+        features=flags.features,
+        num_heads=flags.features // flags.head_dim,
+        num_kv_heads=flags.kv_heads,
+        head_dim=flags.head_dim,
+        hidden=3 * flags.features,
+        dtype=jnp.dtype(flags.dtype),
+    )
+    return mj.flax.Decoder(config, rngs=nnx.Rngs(flags.seed))
+
+
+def full_causal(segment_ids: np.ndarray) -> mj.AttnMask:
+    return mj.masks.from_segment_ids(segment_ids, causal=True)
+
+
+def sliding_window(segment_ids: np.ndarray, *, size: int) -> mj.AttnMask:
+    return mj.masks.from_segment_ids(segment_ids, causal=True, window=(size - 1, 0))
+
+
+def mean_loss(graphdef, params, packed: mj.data.Packed, attends) -> jax.Array:
+    """Mean cross-entropy over the tokens that have a label."""
+    model = nnx.merge(graphdef, params)
+    logits = model(packed.tokens, packed.positions, attends)
+    labelled = packed.labels != mj.data.NO_LABEL
+    labels = jnp.where(labelled, packed.labels, 0)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.sum(losses * labelled) / jnp.sum(labelled)
+
+
+def make_train_step(
+    graphdef, optimizer: optax.GradientTransformation, kinds: Sequence[int] | None = None
+):
+    """One jitted step; batch and plans are arguments.
+
+    Args:
+        graphdef: static part of the model.
+        optimizer: made by optax.
+        kinds: which of the batch's plans each layer takes; None alternates between all of them.
+    """
+
+    @jax.jit
+    def train_step(params, opt_state, batch: mj.data.PlannedBatch):
+        attends = tuple(mj.flax.attention_fn(plan, batch_axes="dp") for plan in batch.plans)
+        if kinds is not None:
+            attends = tuple(attends[kind] for kind in kinds)
+        loss_of = functools.partial(mean_loss, graphdef, packed=batch.packed, attends=attends)
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss, grads
+
+    return train_step
