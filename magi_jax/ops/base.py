@@ -148,6 +148,24 @@ def check_options(scale: float, logits_soft_cap: float) -> None:
         raise ValueError(f"logits_soft_cap must be positive, or 0 for none; got {logits_soft_cap}")
 
 
+def check_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    table: SliceTable,
+    options: dict[str, float],
+    accumulate: tuple[jax.Array, jax.Array] | None,
+    out_dtype: Any,
+) -> jnp.dtype:
+    """Refuses a forward call that no implementation takes; returns the dtype of ``out``."""
+    check_operands(q, k, v, table)
+    check_options(**options)
+    if accumulate is None:
+        return result_dtype(out_dtype, q, "out_dtype")
+    check_accumulate(accumulate, q, v, out_dtype)
+    return jnp.dtype(jnp.float32)
+
+
 def check_accumulate(
     accumulate: tuple[jax.Array, jax.Array], q: jax.Array, v: jax.Array, out_dtype: Any
 ) -> None:

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from magi_jax import mesh
-from magi_jax.ops import base, ffi
+from magi_jax.ops import base, ffa_calls, ffi
+from magi_jax.ops.ffa_calls import Kernel
 from magi_jax.plan import SliceTable
 
 # Scratch results of the paths that need them: a counter with which thread blocks share out tiles.
@@ -66,27 +66,11 @@ class CudaImplementation(base.Implementation):
         out_dtype: Any = None,
     ) -> tuple[jax.Array, jax.Array]:
         """See `Implementation.forward`."""
-        base.check_operands(q, k, v, table)
-        base.check_options(scale, logits_soft_cap)
-        walk = (table.slices, *table.by_query)
-        if accumulate is None:
-            target, aliases = ffi.FORWARD, None
-            dtype = base.result_dtype(out_dtype, q, "out_dtype")
-            operands = mesh.unify_varying(q, k, v, *walk)
-        else:
-            base.check_accumulate(accumulate, q, v, out_dtype)
-            target, dtype = ffi.FORWARD_ACCUMULATE, jnp.dtype(jnp.float32)
-            operands = mesh.unify_varying(q, k, v, *walk, *accumulate)
-            aliases = {len(operands) - 2: 0, len(operands) - 1: 1}
+        options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
+        dtype = base.check_forward(q, k, v, table, options, accumulate, out_dtype)
         path, _ = self._choose("forward", q, k, v, table, dtype, logits_soft_cap)
-        results = (
-            mesh.result_type((*q.shape[:2], v.shape[2]), dtype, operands[0]),
-            mesh.result_type(q.shape[:2], jnp.float32, operands[0]),
-            *(mesh.result_type(*scratch, operands[0]) for scratch in _FORWARD_SCRATCH[path]),
-        )
-        call = _call(f"{target}_{path}", results, aliases)
-        out, lse, *_ = call(*operands, **_attributes(table, scale, logits_soft_cap))
-        return out, lse
+        kernel = Kernel(f"_{path}", _FORWARD_SCRATCH[path])
+        return ffa_calls.forward(kernel, q, k, v, table, dtype, accumulate=accumulate, **options)
 
     def backward(
         self,
@@ -105,20 +89,11 @@ class CudaImplementation(base.Implementation):
         """See `Implementation.backward`."""
         base.check_operands(q, k, v, table)
         base.check_options(scale, logits_soft_cap)
-        operands = mesh.unify_varying(
-            dout, q, k, v, lse, delta, table.slices, *table.by_query, *table.by_key
-        )
-        dkv_dtype = base.result_dtype(dkv_dtype, k, "dkv_dtype")
-        path, _ = self._choose("backward", q, k, v, table, dkv_dtype, logits_soft_cap)
-        results = (
-            mesh.result_type(q.shape, jnp.float32, operands[0]),
-            mesh.result_type(k.shape, dkv_dtype, operands[0]),
-            mesh.result_type(v.shape, dkv_dtype, operands[0]),
-            *(mesh.result_type(*scratch, operands[0]) for scratch in _backward_scratch(path, q)),
-        )
-        call = _call(f"{ffi.BACKWARD}_{path}", results)
-        dq, dk, dv, *_ = call(*operands, **_attributes(table, scale, logits_soft_cap))
-        return dq, dk, dv
+        options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
+        dtype = base.result_dtype(dkv_dtype, k, "dkv_dtype")
+        path, _ = self._choose("backward", q, k, v, table, dtype, logits_soft_cap)
+        kernel = Kernel(f"_{path}", _backward_scratch(path, q))
+        return ffa_calls.backward(kernel, (dout, q, k, v, lse, delta), table, dtype, **options)
 
     def describe(
         self, q: Any, k: Any, v: Any, table: SliceTable, logits_soft_cap: float = 0.0
@@ -219,15 +194,3 @@ def _backward_scratch(path: str, q: jax.Array) -> tuple[tuple[tuple[int], type],
 
 def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
-
-
-def _call(target: str, results: tuple, aliases: dict[int, int] | None = None):
-    return jax.ffi.ffi_call(target, results, vmap_method="sequential", input_output_aliases=aliases)
-
-
-def _attributes(table: SliceTable, scale: float, logits_soft_cap: float) -> dict[str, np.generic]:
-    return {
-        "scale": np.float32(scale),
-        "logits_soft_cap": np.float32(logits_soft_cap),
-        "tile_size": np.int32(table.tile_size),
-    }

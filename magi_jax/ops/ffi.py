@@ -9,10 +9,6 @@ from types import ModuleType
 import jax
 import jaxlib
 
-FORWARD = "magi_jax_ffa_forward"
-FORWARD_ACCUMULATE = "magi_jax_ffa_forward_accumulate"
-BACKWARD = "magi_jax_ffa_backward"
-
 
 def runtime_ffi_api_version() -> tuple[int, int]:
     """XLA FFI API version ``(major, minor)`` of the running jaxlib, from the header that it ships."""

@@ -51,10 +51,9 @@ class ReferenceImplementation(base.Implementation):
         out_dtype: Any = None,
     ) -> tuple[jax.Array, jax.Array]:
         """See `Implementation.forward`."""
-        _check(q, k, v, table, scale, logits_soft_cap)
-        if accumulate is not None:
-            base.check_accumulate(accumulate, q, v, out_dtype)
-        dtype = base.result_dtype(out_dtype, q, "out_dtype")
+        options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
+        dtype = base.check_forward(q, k, v, table, options, accumulate, out_dtype)
+        _check_size(q, k)
         x = _logits(q, k, v, table, scale, logits_soft_cap)
         masked = jnp.where(x.visible, x.capped, -jnp.inf)
         top = jnp.max(masked, axis=-1, keepdims=True, initial=-jnp.inf)
@@ -84,7 +83,9 @@ class ReferenceImplementation(base.Implementation):
         dkv_dtype: Any = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `Implementation.backward`."""
-        _check(q, k, v, table, scale, logits_soft_cap)
+        base.check_operands(q, k, v, table)
+        base.check_options(scale, logits_soft_cap)
+        _check_size(q, k)
         dtype = base.result_dtype(dkv_dtype, k, "dkv_dtype")
         x = _logits(q, k, v, table, scale, logits_soft_cap)
         dout = dout.astype(jnp.float32)
@@ -102,9 +103,7 @@ class ReferenceImplementation(base.Implementation):
         return dq, dk, dv
 
 
-def _check(q, k, v, table, scale, logits_soft_cap) -> None:
-    base.check_operands(q, k, v, table)
-    base.check_options(scale, logits_soft_cap)
+def _check_size(q, k) -> None:
     size = q.shape[1] * q.shape[0] * k.shape[0]
     if size > MAX_LOGITS:
         raise NotImplementedError(

@@ -40,47 +40,7 @@ ffi::Error CheckTable(const std::string& name, ffi::AnyBuffer buffer, bool six_c
                          ", got " + DescribeShape(buffer));
 }
 
-}  // namespace
-
-std::string DescribeShape(ffi::AnyBuffer buffer) {
-  auto dims = buffer.dimensions();
-  return Join(dims.begin(), dims.end());
-}
-
-ffi::Error CheckShape(const char* name, ffi::AnyBuffer buffer,
-                      std::initializer_list<int64_t> expected) {
-  auto dims = buffer.dimensions();
-  if (std::equal(dims.begin(), dims.end(), expected.begin(), expected.end())) {
-    return ffi::Error::Success();
-  }
-  return InvalidArgument(std::string(name) + " must have shape " +
-                         Join(expected.begin(), expected.end()) + ", got " + DescribeShape(buffer));
-}
-
-ffi::Error CheckF32(const char* name, ffi::AnyBuffer buffer) {
-  if (buffer.element_type() == ffi::DataType::F32) return ffi::Error::Success();
-  return InvalidArgument(std::string(name) + " must be float32, got XLA type " +
-                         std::to_string(static_cast<int>(buffer.element_type())));
-}
-
-ffi::Error DecodeDType(const char* name, ffi::AnyBuffer buffer, DType* dtype) {
-  switch (buffer.element_type()) {
-    case ffi::DataType::F32:
-      *dtype = DType::kF32;
-      return ffi::Error::Success();
-    case ffi::DataType::F16:
-      *dtype = DType::kF16;
-      return ffi::Error::Success();
-    case ffi::DataType::BF16:
-      *dtype = DType::kBF16;
-      return ffi::Error::Success();
-    default:
-      return InvalidArgument(std::string(name) +
-                             " must be float32, float16 or bfloat16, got XLA type " +
-                             std::to_string(static_cast<int>(buffer.element_type())));
-  }
-}
-
+// Fills `problem` from the shapes and dtypes of q, k, v and the attributes.
 ffi::Error DecodeProblem(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                          const Attributes& attributes, Problem* problem) {
   MAGI_JAX_RETURN_IF_ERROR(CheckRank("q", q, 3));
@@ -133,9 +93,130 @@ ffi::Error DecodeProblem(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   return ffi::Error::Success();
 }
 
-ffi::Error DecodeSlices(ffi::AnyBuffer buffer, const Slice** slices) {
+}  // namespace
+
+std::string DescribeShape(ffi::AnyBuffer buffer) {
+  auto dims = buffer.dimensions();
+  return Join(dims.begin(), dims.end());
+}
+
+ffi::Error CheckShape(const char* name, ffi::AnyBuffer buffer,
+                      std::initializer_list<int64_t> expected) {
+  auto dims = buffer.dimensions();
+  if (std::equal(dims.begin(), dims.end(), expected.begin(), expected.end())) {
+    return ffi::Error::Success();
+  }
+  return InvalidArgument(std::string(name) + " must have shape " +
+                         Join(expected.begin(), expected.end()) + ", got " + DescribeShape(buffer));
+}
+
+ffi::Error CheckF32(const char* name, ffi::AnyBuffer buffer) {
+  if (buffer.element_type() == ffi::DataType::F32) return ffi::Error::Success();
+  return InvalidArgument(std::string(name) + " must be float32, got XLA type " +
+                         std::to_string(static_cast<int>(buffer.element_type())));
+}
+
+ffi::Error DecodeDType(const char* name, ffi::AnyBuffer buffer, DType* dtype) {
+  switch (buffer.element_type()) {
+    case ffi::DataType::F32:
+      *dtype = DType::kF32;
+      return ffi::Error::Success();
+    case ffi::DataType::F16:
+      *dtype = DType::kF16;
+      return ffi::Error::Success();
+    case ffi::DataType::BF16:
+      *dtype = DType::kBF16;
+      return ffi::Error::Success();
+    default:
+      return InvalidArgument(std::string(name) +
+                             " must be float32, float16 or bfloat16, got XLA type " +
+                             std::to_string(static_cast<int>(buffer.element_type())));
+  }
+}
+
+ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                         const Attributes& attributes, ffi::AnyBuffer out, ffi::AnyBuffer lse,
+                         ForwardParams* params) {
+  Problem& problem = params->problem;
+  MAGI_JAX_RETURN_IF_ERROR(DecodeProblem(q, k, v, attributes, &problem));
+  MAGI_JAX_RETURN_IF_ERROR(
+      CheckShape("out", out, {problem.q_len, problem.num_heads, problem.v_head_dim}));
+  MAGI_JAX_RETURN_IF_ERROR(CheckShape("lse", lse, {problem.q_len, problem.num_heads}));
+  MAGI_JAX_RETURN_IF_ERROR(CheckF32("lse", lse));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeDType("out", out, &params->out_dtype));
+  if (params->out_dtype != problem.dtype && params->out_dtype != DType::kF32) {
+    return InvalidArgument("out must be float32 or have the dtype of q");
+  }
+  params->q = q.untyped_data();
+  params->k = k.untyped_data();
+  params->v = v.untyped_data();
+  params->out = out.untyped_data();
+  params->lse = static_cast<float*>(lse.untyped_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error DecodeAccumulate(ffi::AnyBuffer out_in, ffi::AnyBuffer lse_in, ForwardParams* params) {
+  const Problem& problem = params->problem;
+  if (params->out_dtype != DType::kF32) {
+    return InvalidArgument("out must be float32 where it is merged into another");
+  }
+  MAGI_JAX_RETURN_IF_ERROR(CheckF32("out_in", out_in));
+  MAGI_JAX_RETURN_IF_ERROR(CheckF32("lse_in", lse_in));
+  MAGI_JAX_RETURN_IF_ERROR(
+      CheckShape("out_in", out_in, {problem.q_len, problem.num_heads, problem.v_head_dim}));
+  MAGI_JAX_RETURN_IF_ERROR(CheckShape("lse_in", lse_in, {problem.q_len, problem.num_heads}));
+  params->accumulate = true;
+  return ffi::Error::Success();
+}
+
+ffi::Error DecodeBackward(ffi::AnyBuffer dout, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                          ffi::AnyBuffer lse, ffi::AnyBuffer delta, const Attributes& attributes,
+                          BackwardParams* params) {
+  Problem& problem = params->problem;
+  MAGI_JAX_RETURN_IF_ERROR(DecodeProblem(q, k, v, attributes, &problem));
+  MAGI_JAX_RETURN_IF_ERROR(
+      CheckShape("dout", dout, {problem.q_len, problem.num_heads, problem.v_head_dim}));
+  MAGI_JAX_RETURN_IF_ERROR(CheckShape("lse", lse, {problem.q_len, problem.num_heads}));
+  MAGI_JAX_RETURN_IF_ERROR(CheckShape("delta", delta, {problem.q_len, problem.num_heads}));
+  MAGI_JAX_RETURN_IF_ERROR(CheckF32("lse", lse));
+  MAGI_JAX_RETURN_IF_ERROR(CheckF32("delta", delta));
+  DType dout_dtype;
+  MAGI_JAX_RETURN_IF_ERROR(DecodeDType("dout", dout, &dout_dtype));
+  if (dout_dtype != problem.dtype) return InvalidArgument("dout must have the dtype of q");
+  params->dout = dout.untyped_data();
+  params->q = q.untyped_data();
+  params->k = k.untyped_data();
+  params->v = v.untyped_data();
+  params->lse = static_cast<const float*>(lse.untyped_data());
+  params->delta = static_cast<const float*>(delta.untyped_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error DecodeGradients(ffi::AnyBuffer k, ffi::AnyBuffer dq, ffi::AnyBuffer dk,
+                           ffi::AnyBuffer dv, BackwardParams* params) {
+  const Problem& problem = params->problem;
+  MAGI_JAX_RETURN_IF_ERROR(
+      CheckShape("dq", dq, {problem.q_len, problem.num_heads, problem.head_dim}));
+  MAGI_JAX_RETURN_IF_ERROR(
+      CheckShape("dk", dk, {problem.k_len, problem.num_kv_heads, problem.head_dim}));
+  MAGI_JAX_RETURN_IF_ERROR(
+      CheckShape("dv", dv, {problem.k_len, problem.num_kv_heads, problem.v_head_dim}));
+  MAGI_JAX_RETURN_IF_ERROR(CheckF32("dq", dq));
+  const ffi::DataType type = dk.element_type();
+  if (dv.element_type() != type || (type != ffi::DataType::F32 && type != k.element_type())) {
+    return InvalidArgument("dk and dv must both be float32 or both have the dtype of k");
+  }
+  MAGI_JAX_RETURN_IF_ERROR(DecodeDType("dk", dk, &params->dkv_dtype));
+  params->dq = static_cast<float*>(dq.untyped_data());
+  params->dk = dk.untyped_data();
+  params->dv = dv.untyped_data();
+  return ffi::Error::Success();
+}
+
+ffi::Error DecodeSlices(ffi::AnyBuffer buffer, Problem* problem, const Slice** slices) {
   MAGI_JAX_RETURN_IF_ERROR(CheckTable("slices", buffer, /*six_columns=*/true));
   *slices = static_cast<const Slice*>(buffer.untyped_data());
+  problem->num_slices = static_cast<int32_t>(buffer.dimensions()[0]);
   return ffi::Error::Success();
 }
 
@@ -160,6 +241,8 @@ ffi::Error DecodeTileRuns(const TileRunsOperands& operands, int32_t length, int3
   runs->ids = static_cast<const int32_t*>(operands.ids.untyped_data());
   runs->order = static_cast<const int32_t*>(operands.order.untyped_data());
   runs->num_tiles = static_cast<int32_t>(num_tiles);
+  runs->num_runs = static_cast<int32_t>(operands.runs.dimensions()[0]);
+  runs->num_ids = static_cast<int32_t>(operands.ids.dimensions()[0]);
   return ffi::Error::Success();
 }
 

@@ -47,10 +47,21 @@ ffi::Error CheckShape(const char* name, ffi::AnyBuffer buffer,
 ffi::Error CheckF32(const char* name, ffi::AnyBuffer buffer);
 ffi::Error DecodeDType(const char* name, ffi::AnyBuffer buffer, DType* dtype);
 
-// Fills `problem` from the shapes and dtypes of q, k, v and the attributes.
-ffi::Error DecodeProblem(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                         const Attributes& attributes, Problem* problem);
-ffi::Error DecodeSlices(ffi::AnyBuffer buffer, const Slice** slices);
+// The tensors of a forward call: checks all shapes and dtypes, fills the problem and the pointers.
+ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                         const Attributes& attributes, ffi::AnyBuffer out, ffi::AnyBuffer lse,
+                         ForwardParams* params);
+// The partial results that a decoded forward call is to be merged into; sets `accumulate`. Bringing
+// them into the results is left to the platform.
+ffi::Error DecodeAccumulate(ffi::AnyBuffer out_in, ffi::AnyBuffer lse_in, ForwardParams* params);
+// The operands of a backward call, and then its results.
+ffi::Error DecodeBackward(ffi::AnyBuffer dout, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                          ffi::AnyBuffer lse, ffi::AnyBuffer delta, const Attributes& attributes,
+                          BackwardParams* params);
+ffi::Error DecodeGradients(ffi::AnyBuffer k, ffi::AnyBuffer dq, ffi::AnyBuffer dk,
+                           ffi::AnyBuffer dv, BackwardParams* params);
+
+ffi::Error DecodeSlices(ffi::AnyBuffer buffer, Problem* problem, const Slice** slices);
 // `length` is the number of rows that the tiles cut.
 ffi::Error DecodeTileRuns(const TileRunsOperands& operands, int32_t length, int32_t tile_size,
                           TileRuns* runs);

@@ -19,7 +19,7 @@ bool IsInterval(int32_t begin, int32_t end, int32_t low, int32_t high) {
 }
 
 ffi::Error CheckRun(const std::string& name, const TileRuns& table, int32_t index, int32_t tile,
-                    int32_t walked, TableExtents extents, int32_t walk_len) {
+                    int32_t walked, int32_t num_slices, int32_t walk_len) {
   const Run& run = table.runs[index];
   const std::string place = name + ".runs[" + std::to_string(index) + "] of tile " +
                             std::to_string(tile) + " is " + Describe(&run.begin, 6);
@@ -30,14 +30,14 @@ ffi::Error CheckRun(const std::string& name, const TileRuns& table, int32_t inde
   if (!IsInterval(run.full_begin, run.full_end, run.begin, run.end)) {
     return InvalidArgument(place + ", whose full interval is outside of it");
   }
-  if (!IsInterval(run.ids_begin, run.ids_end, 0, extents.num_ids)) {
-    return InvalidArgument(place + ", but there are " + std::to_string(extents.num_ids) + " ids");
+  if (!IsInterval(run.ids_begin, run.ids_end, 0, table.num_ids)) {
+    return InvalidArgument(place + ", but there are " + std::to_string(table.num_ids) + " ids");
   }
   for (int32_t i = run.ids_begin; i < run.ids_end; ++i) {
-    if (table.ids[i] < 0 || table.ids[i] >= extents.num_slices) {
+    if (table.ids[i] < 0 || table.ids[i] >= num_slices) {
       return InvalidArgument(name + ".ids[" + std::to_string(i) + "] is " +
                              std::to_string(table.ids[i]) + ", but there are " +
-                             std::to_string(extents.num_slices) + " slices");
+                             std::to_string(num_slices) + " slices");
     }
   }
   return ffi::Error::Success();
@@ -59,9 +59,9 @@ ffi::Error CheckOrder(const std::string& name, const TileRuns& table) {
 
 }  // namespace
 
-ffi::Error CheckSliceValues(const Slice* slices, int32_t num_slices, const Problem& problem) {
+ffi::Error CheckSliceValues(const Slice* slices, const Problem& problem) {
   const int32_t q_len = problem.q_len, k_len = problem.k_len;
-  for (int32_t i = 0; i < num_slices; ++i) {
+  for (int32_t i = 0; i < problem.num_slices; ++i) {
     const Slice& s = slices[i];
     const bool inside = IsInterval(s.q_start, s.q_end, 0, q_len) &&
                         IsInterval(s.k_start, s.k_end, 0, k_len) && s.d_min >= -q_len &&
@@ -75,22 +75,22 @@ ffi::Error CheckSliceValues(const Slice* slices, int32_t num_slices, const Probl
   return ffi::Error::Success();
 }
 
-ffi::Error CheckTileRunValues(const char* name, const TileRuns& table, TableExtents extents,
+ffi::Error CheckTileRunValues(const char* name, const TileRuns& table, int32_t num_slices,
                               int32_t walk_len) {
-  if (table.ptr[0] != 0 || table.ptr[table.num_tiles] > extents.num_runs) {
+  if (table.ptr[0] != 0 || table.ptr[table.num_tiles] > table.num_runs) {
     return InvalidArgument(std::string(name) + ".ptr goes from " + std::to_string(table.ptr[0]) +
                            " to " + std::to_string(table.ptr[table.num_tiles]) +
-                           ", but there are " + std::to_string(extents.num_runs) + " runs");
+                           ", but there are " + std::to_string(table.num_runs) + " runs");
   }
   for (int32_t tile = 0; tile < table.num_tiles; ++tile) {
     const int32_t begin = table.ptr[tile], end = table.ptr[tile + 1];
-    if (!IsInterval(begin, end, 0, extents.num_runs)) {
+    if (!IsInterval(begin, end, 0, table.num_runs)) {
       return InvalidArgument(std::string(name) + ".ptr falls from " + std::to_string(begin) +
                              " to " + std::to_string(end) + " at tile " + std::to_string(tile));
     }
     int32_t walked = 0;
     for (int32_t r = begin; r < end; ++r) {
-      MAGI_JAX_RETURN_IF_ERROR(CheckRun(name, table, r, tile, walked, extents, walk_len));
+      MAGI_JAX_RETURN_IF_ERROR(CheckRun(name, table, r, tile, walked, num_slices, walk_len));
       walked = table.runs[r].end;
     }
   }

@@ -11,16 +11,12 @@
 
 namespace magi_jax {
 
-struct TableExtents {
-  int32_t num_slices, num_runs, num_ids;  // A, R, I
-};
-
 // Every slice lies inside [0, q_len) x [0, k_len).
-xla::ffi::Error CheckSliceValues(const Slice* slices, int32_t num_slices, const Problem& problem);
+xla::ffi::Error CheckSliceValues(const Slice* slices, const Problem& problem);
 
 // Every run lies inside [0, walk_len), runs of a tile are disjoint and rising, and `order` lists
 // each tile once. `name` is the walk's name in messages.
-xla::ffi::Error CheckTileRunValues(const char* name, const TileRuns& table, TableExtents extents,
+xla::ffi::Error CheckTileRunValues(const char* name, const TileRuns& table, int32_t num_slices,
                                    int32_t walk_len);
 
 }  // namespace magi_jax

@@ -35,39 +35,21 @@ ffi::Error CheckTileSize(const Problem& problem) {
                          std::to_string(problem.tile_size));
 }
 
-TableExtents ExtentsOf(Operand slices, const TileRunsOperands& walk) {
-  return {static_cast<int32_t>(slices.dimensions()[0]),
-          static_cast<int32_t>(walk.runs.dimensions()[0]),
-          static_cast<int32_t>(walk.ids.dimensions()[0])};
+// A walk and the slices that it speaks of, values included: tables are in host memory here.
+ffi::Error DecodeWalk(const TileRunsOperands& operands, int32_t length, int32_t walk_len,
+                      const Problem& problem, TileRuns* runs) {
+  MAGI_JAX_RETURN_IF_ERROR(DecodeTileRuns(operands, length, problem.tile_size, runs));
+  return CheckTileRunValues(operands.name, *runs, problem.num_slices, walk_len);
 }
 
-ffi::Error DecodeForward(Operand q, Operand k, Operand v, const TableOperands& table,
-                         const Attributes& attributes, Result out, Result lse,
-                         ForwardParams* params) {
+// Of a decoded problem, which is checked against what these kernels take.
+template <typename Params>
+ffi::Error DecodeTable(const TableOperands& table, Params* params) {
   Problem& problem = params->problem;
-  MAGI_JAX_RETURN_IF_ERROR(DecodeProblem(q, k, v, attributes, &problem));
   MAGI_JAX_RETURN_IF_ERROR(CheckTileSize(problem));
-  MAGI_JAX_RETURN_IF_ERROR(DecodeSlices(table.slices, &params->slices));
-  MAGI_JAX_RETURN_IF_ERROR(
-      DecodeTileRuns(table.by_query, problem.q_len, problem.tile_size, &params->by_query));
-  MAGI_JAX_RETURN_IF_ERROR(
-      CheckShape("out", *out, {problem.q_len, problem.num_heads, problem.v_head_dim}));
-  MAGI_JAX_RETURN_IF_ERROR(CheckShape("lse", *lse, {problem.q_len, problem.num_heads}));
-  MAGI_JAX_RETURN_IF_ERROR(CheckF32("lse", *lse));
-  MAGI_JAX_RETURN_IF_ERROR(DecodeDType("out", *out, &params->out_dtype));
-  if (params->out_dtype != problem.dtype && params->out_dtype != DType::kF32) {
-    return InvalidArgument("out must be float32 or have the dtype of q");
-  }
-  MAGI_JAX_RETURN_IF_ERROR(CheckSliceValues(
-      params->slices, static_cast<int32_t>(table.slices.dimensions()[0]), problem));
-  MAGI_JAX_RETURN_IF_ERROR(CheckTileRunValues(
-      "by_query", params->by_query, ExtentsOf(table.slices, table.by_query), problem.k_len));
-  params->q = q.untyped_data();
-  params->k = k.untyped_data();
-  params->v = v.untyped_data();
-  params->out = out->untyped_data();
-  params->lse = static_cast<float*>(lse->untyped_data());
-  return ffi::Error::Success();
+  MAGI_JAX_RETURN_IF_ERROR(DecodeSlices(table.slices, &problem, &params->slices));
+  MAGI_JAX_RETURN_IF_ERROR(CheckSliceValues(params->slices, problem));
+  return DecodeWalk(table.by_query, problem.q_len, problem.k_len, problem, &params->by_query);
 }
 
 ffi::Error RunForward(const ForwardParams& params, ffi::ThreadPool& pool) {
@@ -85,6 +67,12 @@ ffi::Error RunForward(const ForwardParams& params, ffi::ThreadPool& pool) {
   return ok ? ffi::Error::Success() : OutOfMemory(scratch_floats);
 }
 
+// XLA may give an aliased operand and its result different memory.
+void Bring(Operand from, Operand to) {
+  if (from.untyped_data() == to.untyped_data()) return;
+  std::memcpy(to.untyped_data(), from.untyped_data(), from.size_bytes());
+}
+
 // Exceptions (no memory, no thread) must not reach XLA.
 template <typename Body>
 ffi::Error Guarded(Body&& body) {
@@ -100,9 +88,9 @@ ffi::Error Forward(ffi::ThreadPool pool, Operand q, Operand k, Operand v, Operan
                    float scale, float logits_soft_cap, int32_t tile_size) {
   return Guarded([&]() -> ffi::Error {
     ForwardParams params = {};
-    const TableOperands table = {slices, {"by_query", ptr, runs, ids, order}};
     MAGI_JAX_RETURN_IF_ERROR(
-        DecodeForward(q, k, v, table, {scale, logits_soft_cap, tile_size}, out, lse, &params));
+        DecodeForward(q, k, v, {scale, logits_soft_cap, tile_size}, *out, *lse, &params));
+    MAGI_JAX_RETURN_IF_ERROR(DecodeTable({slices, {"by_query", ptr, runs, ids, order}}, &params));
     return RunForward(params, pool);
   });
 }
@@ -113,81 +101,14 @@ ffi::Error ForwardAccumulate(ffi::ThreadPool pool, Operand q, Operand k, Operand
                              float logits_soft_cap, int32_t tile_size) {
   return Guarded([&]() -> ffi::Error {
     ForwardParams params = {};
-    const TableOperands table = {slices, {"by_query", ptr, runs, ids, order}};
     MAGI_JAX_RETURN_IF_ERROR(
-        DecodeForward(q, k, v, table, {scale, logits_soft_cap, tile_size}, out, lse, &params));
-    const Problem& problem = params.problem;
-    MAGI_JAX_RETURN_IF_ERROR(CheckF32("out", *out));
-    MAGI_JAX_RETURN_IF_ERROR(CheckF32("out_in", out_in));
-    MAGI_JAX_RETURN_IF_ERROR(CheckF32("lse_in", lse_in));
-    MAGI_JAX_RETURN_IF_ERROR(
-        CheckShape("out_in", out_in, {problem.q_len, problem.num_heads, problem.v_head_dim}));
-    MAGI_JAX_RETURN_IF_ERROR(CheckShape("lse_in", lse_in, {problem.q_len, problem.num_heads}));
-    if (out_in.untyped_data() != params.out) {
-      std::memcpy(params.out, out_in.untyped_data(), out_in.size_bytes());
-    }
-    if (lse_in.untyped_data() != params.lse) {
-      std::memcpy(params.lse, lse_in.untyped_data(), lse_in.size_bytes());
-    }
-    params.accumulate = true;
+        DecodeForward(q, k, v, {scale, logits_soft_cap, tile_size}, *out, *lse, &params));
+    MAGI_JAX_RETURN_IF_ERROR(DecodeAccumulate(out_in, lse_in, &params));
+    MAGI_JAX_RETURN_IF_ERROR(DecodeTable({slices, {"by_query", ptr, runs, ids, order}}, &params));
+    Bring(out_in, *out);
+    Bring(lse_in, *lse);
     return RunForward(params, pool);
   });
-}
-
-ffi::Error DecodeBackward(Operand dout, Operand q, Operand k, Operand v, Operand lse, Operand delta,
-                          const TableOperands& table, const TileRunsOperands& by_key,
-                          const Attributes& attributes, BackwardParams* params) {
-  Problem& problem = params->problem;
-  MAGI_JAX_RETURN_IF_ERROR(DecodeProblem(q, k, v, attributes, &problem));
-  MAGI_JAX_RETURN_IF_ERROR(CheckTileSize(problem));
-  MAGI_JAX_RETURN_IF_ERROR(
-      CheckShape("dout", dout, {problem.q_len, problem.num_heads, problem.v_head_dim}));
-  MAGI_JAX_RETURN_IF_ERROR(CheckShape("lse", lse, {problem.q_len, problem.num_heads}));
-  MAGI_JAX_RETURN_IF_ERROR(CheckShape("delta", delta, {problem.q_len, problem.num_heads}));
-  MAGI_JAX_RETURN_IF_ERROR(CheckF32("lse", lse));
-  MAGI_JAX_RETURN_IF_ERROR(CheckF32("delta", delta));
-  DType dout_dtype;
-  MAGI_JAX_RETURN_IF_ERROR(DecodeDType("dout", dout, &dout_dtype));
-  if (dout_dtype != problem.dtype) return InvalidArgument("dout must have the dtype of q");
-  MAGI_JAX_RETURN_IF_ERROR(DecodeSlices(table.slices, &params->slices));
-  MAGI_JAX_RETURN_IF_ERROR(
-      DecodeTileRuns(table.by_query, problem.q_len, problem.tile_size, &params->by_query));
-  MAGI_JAX_RETURN_IF_ERROR(
-      DecodeTileRuns(by_key, problem.k_len, problem.tile_size, &params->by_key));
-  MAGI_JAX_RETURN_IF_ERROR(CheckSliceValues(
-      params->slices, static_cast<int32_t>(table.slices.dimensions()[0]), problem));
-  MAGI_JAX_RETURN_IF_ERROR(CheckTileRunValues(
-      "by_query", params->by_query, ExtentsOf(table.slices, table.by_query), problem.k_len));
-  MAGI_JAX_RETURN_IF_ERROR(
-      CheckTileRunValues("by_key", params->by_key, ExtentsOf(table.slices, by_key), problem.q_len));
-  params->dout = dout.untyped_data();
-  params->q = q.untyped_data();
-  params->k = k.untyped_data();
-  params->v = v.untyped_data();
-  params->lse = static_cast<const float*>(lse.untyped_data());
-  params->delta = static_cast<const float*>(delta.untyped_data());
-  return ffi::Error::Success();
-}
-
-ffi::Error DecodeGradients(Operand k, Operand dq, Operand dk, Operand dv, BackwardParams* params) {
-  const Problem& problem = params->problem;
-  MAGI_JAX_RETURN_IF_ERROR(
-      CheckShape("dq", dq, {problem.q_len, problem.num_heads, problem.head_dim}));
-  MAGI_JAX_RETURN_IF_ERROR(
-      CheckShape("dk", dk, {problem.k_len, problem.num_kv_heads, problem.head_dim}));
-  MAGI_JAX_RETURN_IF_ERROR(
-      CheckShape("dv", dv, {problem.k_len, problem.num_kv_heads, problem.v_head_dim}));
-  MAGI_JAX_RETURN_IF_ERROR(CheckF32("dq", dq));
-  const ffi::DataType dkv_type = dk.element_type();
-  if (dv.element_type() != dkv_type ||
-      (dkv_type != ffi::DataType::F32 && dkv_type != k.element_type())) {
-    return InvalidArgument("dk and dv must both be float32 or both have the dtype of k");
-  }
-  MAGI_JAX_RETURN_IF_ERROR(DecodeDType("dk", dk, &params->dkv_dtype));
-  params->dq = static_cast<float*>(dq.untyped_data());
-  params->dk = dk.untyped_data();
-  params->dv = dv.untyped_data();
-  return ffi::Error::Success();
 }
 
 // One walk does five products per block, but its threads divide kv heads among them; two walks do
@@ -241,10 +162,13 @@ ffi::Error Backward(ffi::ThreadPool pool, Operand dout, Operand q, Operand k, Op
                     float logits_soft_cap, int32_t tile_size) {
   return Guarded([&]() -> ffi::Error {
     BackwardParams params = {};
-    const TableOperands table = {slices, {"by_query", q_ptr, q_runs, q_ids, q_order}};
-    MAGI_JAX_RETURN_IF_ERROR(DecodeBackward(dout, q, k, v, lse, delta, table,
-                                            {"by_key", k_ptr, k_runs, k_ids, k_order},
-                                            {scale, logits_soft_cap, tile_size}, &params));
+    MAGI_JAX_RETURN_IF_ERROR(
+        DecodeBackward(dout, q, k, v, lse, delta, {scale, logits_soft_cap, tile_size}, &params));
+    MAGI_JAX_RETURN_IF_ERROR(
+        DecodeTable({slices, {"by_query", q_ptr, q_runs, q_ids, q_order}}, &params));
+    const Problem& problem = params.problem;
+    MAGI_JAX_RETURN_IF_ERROR(DecodeWalk({"by_key", k_ptr, k_runs, k_ids, k_order}, problem.k_len,
+                                        problem.q_len, problem, &params.by_key));
     MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(k, *dq, *dk, *dv, &params));
     const cpu::Kernels& kernels = cpu::SelectKernels();
     const int64_t scratch_floats = std::max(kernels.key_walk_scratch(params.problem),

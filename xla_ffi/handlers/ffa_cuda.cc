@@ -70,47 +70,36 @@ ffi::Error LaunchError(cudaError_t error) {
 }
 
 // Kernels move 16 bytes at a time.
-ffi::Error CheckAligned(const char* name, Operand buffer) {
-  const auto address = reinterpret_cast<uintptr_t>(buffer.untyped_data());
-  if (address % 16 == 0) return ffi::Error::Success();
+ffi::Error CheckAligned(const char* name, const void* memory) {
+  const auto past = reinterpret_cast<uintptr_t>(memory) % 16;
+  if (past == 0) return ffi::Error::Success();
   return InvalidArgument(std::string(name) + " must be aligned to 16 bytes, its address is " +
-                         std::to_string(address % 16) + " past a multiple of them");
+                         std::to_string(past) + " past a multiple of them");
 }
 
-ffi::Error DecodeTable(Operand slices, const TileRunsOperands& walk, int32_t length,
-                       Problem* problem, const Slice** rows, TileRuns* runs) {
-  MAGI_JAX_RETURN_IF_ERROR(DecodeSlices(slices, rows));
-  MAGI_JAX_RETURN_IF_ERROR(DecodeTileRuns(walk, length, problem->tile_size, runs));
-  problem->num_slices = static_cast<int32_t>(slices.dimensions()[0]);
-  runs->num_runs = static_cast<int32_t>(walk.runs.dimensions()[0]);
-  runs->num_ids = static_cast<int32_t>(walk.ids.dimensions()[0]);
-  return ffi::Error::Success();
+ffi::Error CheckAligned(const ForwardParams& params) {
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("q", params.q));
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("k", params.k));
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("v", params.v));
+  return CheckAligned("out", params.out);
 }
 
-ffi::Error DecodeForward(Operand q, Operand k, Operand v, Operand slices,
-                         const TileRunsOperands& walk, const Attributes& attributes, Operand out,
-                         Operand lse, ForwardParams* params) {
+ffi::Error CheckAligned(const BackwardParams& params) {
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("dout", params.dout));
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("q", params.q));
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("k", params.k));
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("v", params.v));
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("dq", params.dq));
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("dk", params.dk));
+  return CheckAligned("dv", params.dv);
+}
+
+// The slices and the walk of a decoded problem.
+template <class Params>
+ffi::Error DecodeTable(Operand slices, const TileRunsOperands& by_query, Params* params) {
   Problem& problem = params->problem;
-  MAGI_JAX_RETURN_IF_ERROR(DecodeProblem(q, k, v, attributes, &problem));
-  MAGI_JAX_RETURN_IF_ERROR(
-      DecodeTable(slices, walk, problem.q_len, &problem, &params->slices, &params->by_query));
-  MAGI_JAX_RETURN_IF_ERROR(
-      CheckShape("out", out, {problem.q_len, problem.num_heads, problem.v_head_dim}));
-  MAGI_JAX_RETURN_IF_ERROR(CheckShape("lse", lse, {problem.q_len, problem.num_heads}));
-  MAGI_JAX_RETURN_IF_ERROR(CheckF32("lse", lse));
-  MAGI_JAX_RETURN_IF_ERROR(DecodeDType("out", out, &params->out_dtype));
-  if (params->out_dtype != problem.dtype && params->out_dtype != DType::kF32)
-    return InvalidArgument("out must be float32 or have the dtype of q");
-  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("q", q));
-  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("k", k));
-  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("v", v));
-  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("out", out));
-  params->q = q.untyped_data();
-  params->k = k.untyped_data();
-  params->v = v.untyped_data();
-  params->out = out.untyped_data();
-  params->lse = static_cast<float*>(lse.untyped_data());
-  return ffi::Error::Success();
+  MAGI_JAX_RETURN_IF_ERROR(DecodeSlices(slices, &problem, &params->slices));
+  return DecodeTileRuns(by_query, problem.q_len, problem.tile_size, &params->by_query);
 }
 
 // The scratch that a path asked for: one further result after `last`, or none.
@@ -126,7 +115,7 @@ ffi::Error TakeScratch(ffi::RemainingRets scratch, const char* last, size_t byte
   if ((*buffer)->size_bytes() < bytes)
     return InvalidArgument("scratch has " + std::to_string((*buffer)->size_bytes()) + " bytes, " +
                            std::to_string(bytes) + " are needed");
-  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("scratch", **buffer));
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("scratch", (*buffer)->untyped_data()));
   *memory = (*buffer)->untyped_data();
   return ffi::Error::Success();
 }
@@ -134,6 +123,7 @@ ffi::Error TakeScratch(ffi::RemainingRets scratch, const char* last, size_t byte
 template <class Path>
 ffi::Error RunForward(const ForwardParams& params, ffi::RemainingRets scratch,
                       cudaStream_t stream) {
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned(params));
   const std::string reason = Path::Refuse(params);
   if (!reason.empty()) return InvalidArgument(reason);
   void* memory = nullptr;
@@ -148,8 +138,9 @@ ffi::Error Forward(cudaStream_t stream, Operand q, Operand k, Operand v, Operand
                    ffi::RemainingRets scratch, float scale, float logits_soft_cap,
                    int32_t tile_size) {
   ForwardParams params = {};
-  MAGI_JAX_RETURN_IF_ERROR(DecodeForward(q, k, v, slices, {"by_query", ptr, runs, ids, order},
-                                         {scale, logits_soft_cap, tile_size}, *out, *lse, &params));
+  MAGI_JAX_RETURN_IF_ERROR(
+      DecodeForward(q, k, v, {scale, logits_soft_cap, tile_size}, *out, *lse, &params));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeTable(slices, {"by_query", ptr, runs, ids, order}, &params));
   return RunForward<Path>(params, scratch, stream);
 }
 
@@ -166,67 +157,13 @@ ffi::Error ForwardAccumulate(cudaStream_t stream, Operand q, Operand k, Operand 
                              Operand lse_in, Result out, Result lse, ffi::RemainingRets scratch,
                              float scale, float logits_soft_cap, int32_t tile_size) {
   ForwardParams params = {};
-  MAGI_JAX_RETURN_IF_ERROR(DecodeForward(q, k, v, slices, {"by_query", ptr, runs, ids, order},
-                                         {scale, logits_soft_cap, tile_size}, *out, *lse, &params));
-  const Problem& problem = params.problem;
-  MAGI_JAX_RETURN_IF_ERROR(CheckF32("out", *out));
-  MAGI_JAX_RETURN_IF_ERROR(CheckF32("out_in", out_in));
-  MAGI_JAX_RETURN_IF_ERROR(CheckF32("lse_in", lse_in));
   MAGI_JAX_RETURN_IF_ERROR(
-      CheckShape("out_in", out_in, {problem.q_len, problem.num_heads, problem.v_head_dim}));
-  MAGI_JAX_RETURN_IF_ERROR(CheckShape("lse_in", lse_in, {problem.q_len, problem.num_heads}));
+      DecodeForward(q, k, v, {scale, logits_soft_cap, tile_size}, *out, *lse, &params));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeAccumulate(out_in, lse_in, &params));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeTable(slices, {"by_query", ptr, runs, ids, order}, &params));
   MAGI_JAX_RETURN_IF_ERROR(Bring(out_in, *out, stream));
   MAGI_JAX_RETURN_IF_ERROR(Bring(lse_in, *lse, stream));
-  params.accumulate = true;
   return RunForward<Path>(params, scratch, stream);
-}
-
-ffi::Error DecodeGradients(Operand k, Operand dq, Operand dk, Operand dv, BackwardParams* params) {
-  const Problem& problem = params->problem;
-  MAGI_JAX_RETURN_IF_ERROR(
-      CheckShape("dq", dq, {problem.q_len, problem.num_heads, problem.head_dim}));
-  MAGI_JAX_RETURN_IF_ERROR(
-      CheckShape("dk", dk, {problem.k_len, problem.num_kv_heads, problem.head_dim}));
-  MAGI_JAX_RETURN_IF_ERROR(
-      CheckShape("dv", dv, {problem.k_len, problem.num_kv_heads, problem.v_head_dim}));
-  MAGI_JAX_RETURN_IF_ERROR(CheckF32("dq", dq));
-  const ffi::DataType type = dk.element_type();
-  if (dv.element_type() != type || (type != ffi::DataType::F32 && type != k.element_type()))
-    return InvalidArgument("dk and dv must both be float32 or both have the dtype of k");
-  MAGI_JAX_RETURN_IF_ERROR(DecodeDType("dk", dk, &params->dkv_dtype));
-  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("dq", dq));
-  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("dk", dk));
-  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("dv", dv));
-  params->dq = static_cast<float*>(dq.untyped_data());
-  params->dk = dk.untyped_data();
-  params->dv = dv.untyped_data();
-  return ffi::Error::Success();
-}
-
-ffi::Error DecodeBackward(Operand dout, Operand q, Operand k, Operand v, Operand lse, Operand delta,
-                          const Attributes& attributes, BackwardParams* params) {
-  Problem& problem = params->problem;
-  MAGI_JAX_RETURN_IF_ERROR(DecodeProblem(q, k, v, attributes, &problem));
-  MAGI_JAX_RETURN_IF_ERROR(
-      CheckShape("dout", dout, {problem.q_len, problem.num_heads, problem.v_head_dim}));
-  MAGI_JAX_RETURN_IF_ERROR(CheckShape("lse", lse, {problem.q_len, problem.num_heads}));
-  MAGI_JAX_RETURN_IF_ERROR(CheckShape("delta", delta, {problem.q_len, problem.num_heads}));
-  MAGI_JAX_RETURN_IF_ERROR(CheckF32("lse", lse));
-  MAGI_JAX_RETURN_IF_ERROR(CheckF32("delta", delta));
-  DType dout_dtype;
-  MAGI_JAX_RETURN_IF_ERROR(DecodeDType("dout", dout, &dout_dtype));
-  if (dout_dtype != problem.dtype) return InvalidArgument("dout must have the dtype of q");
-  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("dout", dout));
-  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("q", q));
-  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("k", k));
-  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("v", v));
-  params->dout = dout.untyped_data();
-  params->q = q.untyped_data();
-  params->k = k.untyped_data();
-  params->v = v.untyped_data();
-  params->lse = static_cast<const float*>(lse.untyped_data());
-  params->delta = static_cast<const float*>(delta.untyped_data());
-  return ffi::Error::Success();
 }
 
 template <class Path>
@@ -236,14 +173,15 @@ ffi::Error Backward(cudaStream_t stream, Operand dout, Operand q, Operand k, Ope
                     Result dq, Result dk, Result dv, ffi::RemainingRets scratch, float scale,
                     float logits_soft_cap, int32_t tile_size) {
   BackwardParams params = {};
-  Problem& problem = params.problem;
+  const Problem& problem = params.problem;
   MAGI_JAX_RETURN_IF_ERROR(
       DecodeBackward(dout, q, k, v, lse, delta, {scale, logits_soft_cap, tile_size}, &params));
-  MAGI_JAX_RETURN_IF_ERROR(DecodeTable(slices, {"by_query", q_ptr, q_runs, q_ids, q_order},
-                                       problem.q_len, &problem, &params.slices, &params.by_query));
-  MAGI_JAX_RETURN_IF_ERROR(DecodeTable(slices, {"by_key", k_ptr, k_runs, k_ids, k_order},
-                                       problem.k_len, &problem, &params.slices, &params.by_key));
+  MAGI_JAX_RETURN_IF_ERROR(
+      DecodeTable(slices, {"by_query", q_ptr, q_runs, q_ids, q_order}, &params));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeTileRuns({"by_key", k_ptr, k_runs, k_ids, k_order}, problem.k_len,
+                                          tile_size, &params.by_key));
   MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(k, *dq, *dk, *dv, &params));
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned(params));
   const std::string reason = Path::Refuse(params);
   if (!reason.empty()) return InvalidArgument(reason);
   MAGI_JAX_RETURN_IF_ERROR(

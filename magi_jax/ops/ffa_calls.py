@@ -1,0 +1,80 @@
+"""The custom calls of attention: operands, results and attributes, alike on all platforms."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from magi_jax import mesh
+from magi_jax.ops import ffi
+from magi_jax.plan import SliceTable
+
+FORWARD = "magi_jax_ffa_forward"
+FORWARD_ACCUMULATE = "magi_jax_ffa_forward_accumulate"
+BACKWARD = "magi_jax_ffa_backward"
+
+
+class Kernel(NamedTuple):
+    """Which family of targets a call goes to.
+
+    Attributes:
+        suffix: what the names of its targets end with.
+        scratch: shape and dtype of the further results that it works in.
+    """
+
+    suffix: str = ""
+    scratch: tuple[tuple[tuple[int, ...], Any], ...] = ()
+
+
+def forward(
+    kernel: Kernel,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    table: SliceTable,
+    out_dtype: Any,
+    *,
+    accumulate: tuple[jax.Array, jax.Array] | None = None,
+    **options: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Calls a forward target with checked operands; see `Implementation.forward`."""
+    operands = mesh.unify_varying(q, k, v, table.slices, *table.by_query, *(accumulate or ()))
+    # Partial results are merged in place.
+    first = len(operands) - 2
+    aliases = None if accumulate is None else {first: 0, first + 1: 1}
+    results = (((*q.shape[:2], v.shape[2]), out_dtype), (q.shape[:2], jnp.float32))
+    target = FORWARD if accumulate is None else FORWARD_ACCUMULATE
+    out, lse, *_ = _call(target, kernel, operands, results, aliases, table, options)
+    return out, lse
+
+
+def backward(
+    kernel: Kernel,
+    tensors: tuple[jax.Array, ...],
+    table: SliceTable,
+    dkv_dtype: Any,
+    **options: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Calls a backward target with ``dout, q, k, v, lse, delta``; see `Implementation.backward`."""
+    _, q, k, v, _, _ = tensors
+    operands = mesh.unify_varying(*tensors, table.slices, *table.by_query, *table.by_key)
+    results = ((q.shape, jnp.float32), (k.shape, dkv_dtype), (v.shape, dkv_dtype))
+    dq, dk, dv, *_ = _call(BACKWARD, kernel, operands, results, None, table, options)
+    return dq, dk, dv
+
+
+def _call(target, kernel, operands, results, aliases, table, options):
+    ffi.load()
+    call = jax.ffi.ffi_call(
+        target + kernel.suffix,
+        [
+            mesh.result_type(shape, dtype, operands[0])
+            for shape, dtype in (*results, *kernel.scratch)
+        ],
+        # One after the other: each fills the device, and nothing has to be copied together.
+        vmap_method="sequential",
+        input_output_aliases=aliases,
+    )
+    attributes = {name: np.float32(value) for name, value in options.items()}
+    return call(*operands, **attributes, tile_size=np.int32(table.tile_size))
