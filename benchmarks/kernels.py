@@ -1,182 +1,177 @@
-"""Times the kernels on a GPU beside cuDNN (through ``jax.nn``), tokamax and a matrix product.
+"""Times the kernels on a GPU beside cuDNN, tokamax, PyTorch's kernels and a matrix product.
 
-    python benchmarks/kernels.py [--lengths 1024 8192 32768] [--head-dims 128 64] [--backward] [--json FILE]
+    python benchmarks/kernels.py [--quick] [--lengths 8192 32768] [--head-dims 128 64] [--json FILE]
 
-64 query heads, 8 kv heads, bfloat16. Documents are those of ``kernel_documents.json``. TFLOP/s are those of
-the mask's area, 4 * area * N * H, and 2.5 times that backward. cuDNN gets the masks that it can express:
-full, causal and a causal window.
-The card throttles as it warms, so compare only figures of one run, best as ratios to cuDNN's.
+64 query heads, 8 kv heads, bfloat16; masks and documents of `kernel_documents.json`. Three passes: forward;
+the gradients alone from saved residuals; both. TFLOP/s are those of the area of the mask: 4 * area * N * H,
+2.5 times that backward. The card throttles as it warms, so compare only figures of one run, best as the ratio
+to the best peer. `--quick` takes 8192 and 32768 tokens at head dim 128 beside cuDNN alone, in under 100 s.
 """
 
 import argparse
-import functools
 import json
 import pathlib
-import statistics
-import subprocess
-import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from kernel_peers import FRAME, WINDOW, Case, Passes, available, jax_passes
+from provenance import save
+from timing import matmul_tflops, seconds
 
 import magi_jax
 from magi_jax import masks
 from magi_jax.plan import slice_table
 
 NUM_HEADS, NUM_KV_HEADS = 64, 8
-WINDOW = 1024
-FRAME = 2048  # tokens of a frame in block-causal documents
 DOCUMENTS = json.loads(pathlib.Path(__file__).with_name("kernel_documents.json").read_text())
-CUDNN_OPTIONS = {
-    "full": {},
-    "causal": {"is_causal": True},
-    "window": {"is_causal": True, "local_window_size": (WINDOW - 1, 0)},
-}
+FLOPS = {"forward": 4, "backward": 10, "both": 14}  # per visible pair, head and head dim
+PEERS = ("cudnn", "tokamax", "torch_sdpa", "torch_varlen", "torch_flex")
+LARGEST_DIFFERENCE = 0.02  # of two results, in the 2-norm; bfloat16 gives about 0.004
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 32768, 65536]
-    )
+    lengths = [1024, 2048, 4096, 8192, 32768, 65536]
+    parser.add_argument("--quick", action="store_true", help="a short set; see above")
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
-    parser.add_argument("--backward", action="store_true", help="time the gradients alone")
+    parser.add_argument("--masks", nargs="+", help="names of masks; all by default")
+    parser.add_argument("--passes", nargs="+", choices=list(FLOPS), default=list(FLOPS))
+    parser.add_argument("--peers", nargs="*", default=list(PEERS))
+    parser.add_argument("--implementations", nargs="+", default=["default"])
+    parser.add_argument("--budget-ms", type=float, default=120.0, help="time of one figure")
+    parser.add_argument("--commit", help="commit of a tree without git")
     parser.add_argument("--json", type=pathlib.Path, help="where to write the figures")
     args = parser.parse_args()
+    if args.quick:
+        args.lengths, args.head_dims, args.peers = [8192, 32768], [128], ["cudnn"]
     rows = []
     for head_dim in args.head_dims:
         for length in args.lengths:
-            rows += measure(length, head_dim, args.backward)
-            print_rows(rows[-len(cases(length)) :])
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({**machine(), "rows": rows}, indent=1) + "\n")
+            rows += measure_length(length, head_dim, args)
+            if args.json:
+                save(args.json, args.commit, {"rows": rows})
 
 
-def cases(length: int) -> dict[str, masks.AttnMask]:
-    """The masks of one length, by name."""
-    lengths = DOCUMENTS["varlen"][str(length)]
+def cases(length: int) -> dict[str, tuple[str, np.ndarray, masks.AttnMask]]:
+    """Name, to (kind, document lengths, mask), for the masks of one length."""
+    lengths = np.array(DOCUMENTS["varlen"].get(str(length), [length]))
+    whole = np.array([length])
     result = {
-        "full": masks.full(length),
-        "causal": masks.causal(length),
-        "varlen_full": masks.varlen(lengths),
-        "varlen_causal": masks.varlen(lengths, causal=True),
-        "varlen_block_causal": masks.uniform_block_causal(lengths, FRAME),
-        "window": masks.local(length, window=(WINDOW - 1, 0)),
+        "full": ("full", whole, masks.full(length)),
+        "causal": ("causal", whole, masks.causal(length)),
+        "window": ("window", whole, masks.local(length, window=(WINDOW - 1, 0))),
+        "varlen_full": ("varlen_full", lengths, masks.varlen(lengths)),
+        "varlen_causal": ("varlen_causal", lengths, masks.varlen(lengths, causal=True)),
     }
-    if tiny := DOCUMENTS["tiny"].get(str(length)):
-        result["tiny_varlen_full"] = masks.varlen(tiny)
-        result["tiny_varlen_causal"] = masks.varlen(tiny, causal=True)
+    blocks = masks.uniform_block_causal(lengths, FRAME)
+    result["varlen_block_causal"] = ("varlen_block_causal", lengths, blocks)
+    if str(length) in DOCUMENTS["tiny"]:
+        tiny = np.array(DOCUMENTS["tiny"][str(length)])
+        result["tiny_varlen_full"] = ("varlen_full", tiny, masks.varlen(tiny))
+        result["tiny_varlen_causal"] = ("varlen_causal", tiny, masks.varlen(tiny, causal=True))
     return result
 
 
-def measure(length: int, head_dim: int, backward: bool = False) -> list[dict]:
-    """TFLOP/s of every implementation on every mask of one length."""
-    q, k, v = operands(length, head_dim)
+def measure_length(length: int, head_dim: int, args: argparse.Namespace) -> list[dict]:
+    """Rows of all masks of one length, printed as they come."""
+    operands = make_operands(length, head_dim)
     ceiling = matmul_tflops()
     rows = []
-    for name, mask in cases(length).items():
-        table = jax.device_put(slice_table(mask))
-        ours = jax.jit(functools.partial(magi_jax.flex_flash_attention, implementation=None))
-        work = (10 if backward else 4) * mask.area * NUM_HEADS * head_dim
-        row = {"mask": name, "length": length, "head_dim": head_dim, "matmul": ceiling}
-        row["direction"] = "backward" if backward else "forward"
-        timed = backward_seconds if backward else seconds
-        row["ours"] = work / timed(ours, q, k, v, table) / 1e12
-        for peer, call in peers(name).items():
-            try:
-                row[peer] = work / timed(call, q, k, v) / 1e12
-            except Exception as error:  # a peer that refuses a case is reported, never hidden
-                row[f"{peer}_error"] = str(error).splitlines()[0][:200]
-        rows.append(row)
+    for name, (kind, lengths, mask) in cases(length).items():
+        if args.masks and name not in args.masks:
+            continue
+        timed = measure_mask(Case(kind, lengths, operands), mask, args)
+        for which in args.passes:
+            work = FLOPS[which] * mask.area * NUM_HEADS * head_dim / 1e12
+            rates = {who: work / t[which] for who, t in timed["seconds"].items() if which in t}
+            row = {
+                "mask": name, "length": length, "head_dim": head_dim, "pass": which,
+                "area": mask.area, "tflops": rates, "matmul": ceiling, "errors": timed["errors"],
+            }  # fmt: skip
+            rows.append({**row, **against_best(rates)})
+            print_row(rows[-1])
     return rows
 
 
-def operands(length: int, head_dim: int) -> list[jax.Array]:
-    """Normal q, k, v in bfloat16, ``[T, N, H]`` and ``[T, K, H]``."""
-    keys = jax.random.split(jax.random.key(length), 3)
-    heads = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
-    return [
+def measure_mask(case: Case, mask: masks.AttnMask, args: argparse.Namespace) -> dict:
+    """Seconds by implementation and pass, and why a peer has none."""
+    table = jax.device_put(slice_table(mask))
+    found: dict[str, dict] = {"seconds": {}, "errors": {}}
+    expected = None
+
+    def add(name: str, make) -> None:
+        nonlocal expected
+        try:
+            passes: Passes = make()
+            result = as_rows(passes.forward(), case)
+            if expected is None:
+                expected = result
+            elif (error := difference(result, expected)) > LARGEST_DIFFERENCE:
+                raise ValueError(f"differs from ours by {error:.3g}")
+            found["seconds"][name] = {
+                which: seconds(getattr(passes, which), passes.wait, budget_s=args.budget_ms / 1e3)
+                for which in args.passes
+            }
+        except Exception as problem:  # who refuses a case is reported, never hidden
+            found["errors"][name] = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+
+    for implementation in args.implementations:
+        named = None if implementation == "default" else implementation
+
+        def ours(q, k, v, table, named=named):
+            return magi_jax.flex_flash_attention(q, k, v, table, implementation=named)
+
+        label = "ours" if named is None else f"ours_{named}"
+        add(label, lambda call=ours: jax_passes(call, case.operands, table))
+    for name, peer in available(args.peers).items():
+        add(name, lambda peer=peer: peer(case))
+    return found
+
+
+def make_operands(length: int, head_dim: int) -> tuple[jax.Array, ...]:
+    """Normal q, k, v and dout in bfloat16."""
+    heads = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS)
+    keys = jax.random.split(jax.random.key(length), 4)
+    return tuple(
         jax.random.normal(key, (length, n, head_dim), jnp.bfloat16)
         for key, n in zip(keys, heads, strict=True)
-    ]
-
-
-def peers(name: str) -> dict:
-    """Jitted calls of other implementations that can express the mask."""
-    if name not in CUDNN_OPTIONS:
-        return {}
-    options = CUDNN_OPTIONS[name]
-
-    @jax.jit
-    def cudnn(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)
-
-    result = {"cudnn": cudnn}
-    try:
-        import tokamax
-    except ImportError:
-        return result
-
-    @jax.jit
-    def tokamax_call(q, k, v):
-        return tokamax.dot_product_attention(q[None], k[None], v[None], **options)[0]
-
-    return {**result, "tokamax": tokamax_call}
-
-
-def matmul_tflops(size: int = 8192) -> float:
-    """Rate of a square bfloat16 product: the ceiling of the card as it is now."""
-    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
-    return 2 * size**3 / seconds(jax.jit(jnp.matmul), a, a) / 1e12
-
-
-def seconds(call, *operands, budget_s: float = 0.15, repeats: int = 5) -> float:
-    """Median over ``repeats`` of the mean time of back-to-back calls, warmed up, in seconds."""
-    jax.block_until_ready([call(*operands) for _ in range(2)])
-    start = time.perf_counter()
-    jax.block_until_ready(call(*operands))
-    once = time.perf_counter() - start
-    count = max(1, int(budget_s / repeats / once))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        # Calls on one stream run in order, so that waiting for the last waits for all.
-        for _ in range(count):
-            result = call(*operands)
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / count)
-    return statistics.median(times)
-
-
-def backward_seconds(call, q, k, v, *rest) -> float:
-    """Median time of the gradients of q, k and v alone, from saved residuals."""
-    out, pull = jax.vjp(lambda q, k, v: call(q, k, v, *rest), q, k, v)
-    dout = jax.random.normal(jax.random.key(1), out.shape, out.dtype)
-    return seconds(jax.jit(lambda pull, dout: pull(dout)), pull, dout)
-
-
-def print_rows(rows: list[dict]) -> None:
-    for row in rows:
-        figures = "  ".join(
-            f"{name} {row[name]:5.0f}"
-            for name in ("ours", "cudnn", "tokamax", "matmul")
-            if name in row
-        )
-        ratio = f"  {row['ours'] / row['cudnn']:.2f} of cuDNN" if "cudnn" in row else ""
-        label = f"{row['mask']}@{row['length']} h{row['head_dim']}"
-        print(f"{label:32} {figures}{ratio}", flush=True)
-
-
-def machine() -> dict:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
-    return {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "commit": commit.stdout.strip(),
-    }
+
+
+def as_rows(result, case: Case) -> jax.Array:
+    """A result of any library as ``[T, N, H]``."""
+    if not isinstance(result, jax.Array):
+        result = jnp.from_dlpack(result[0].transpose(0, 1).contiguous())
+    return result.reshape(case.operands[0].shape)
+
+
+@jax.jit
+def difference(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Distance of two arrays over the length of the second, both in the 2-norm."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel())
+
+
+def against_best(rates: dict[str, float]) -> dict:
+    """The best peer and the ratio of our best to it."""
+    peers = {name: rate for name, rate in rates.items() if not name.startswith("ours")}
+    ours = [rate for name, rate in rates.items() if name.startswith("ours")]
+    if not peers or not ours:
+        return {}
+    best = max(peers, key=peers.__getitem__)
+    return {"best_peer": best, "ratio": max(ours) / peers[best]}
+
+
+def print_row(row: dict) -> None:
+    figures = "  ".join(f"{name} {rate:4.0f}" for name, rate in row["tflops"].items())
+    ratio = f"  {row['ratio']:.2f} of {row['best_peer']}" if "ratio" in row else ""
+    label = f"{row['mask']}@{row['length']} h{row['head_dim']} {row['pass']}"
+    print(f"{label:40} {figures}  matmul {row['matmul']:4.0f}{ratio}", flush=True)
+    if row["pass"] == "forward":
+        for name, error in row["errors"].items():
+            print(f"    {name}: {error}", flush=True)
 
 
 if __name__ == "__main__":

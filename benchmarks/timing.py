@@ -1,0 +1,49 @@
+"""Timing of calls that run asynchronously on a device."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def seconds(
+    call: Callable[[], Any],
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+    *,
+    budget_s: float = 0.12,
+    repeats: int = 5,
+    most: int = 200,
+) -> float:
+    """Median over ``repeats`` of the mean time of back-to-back calls, in seconds, warmed up.
+
+    Args:
+        call: issues the work and returns what ``wait`` waits for.
+        wait: waits for a result, and with it for all work issued before on the same stream.
+        budget_s: time that all repeats together may take, at least one call each.
+        repeats: how many means to take.
+        most: most calls of one repeat.
+    """
+    wait(call())
+    start = time.perf_counter()
+    wait(call())
+    once = time.perf_counter() - start
+    count = min(max(1, int(budget_s / repeats / once)), most)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(count):
+            result = call()
+        wait(result)
+        times.append((time.perf_counter() - start) / count)
+    return statistics.median(times)
+
+
+def matmul_tflops() -> float:
+    """Rate of a square bfloat16 product of size 8192: the ceiling of the card as it is now."""
+    size = 8192 if jax.default_backend() == "gpu" else 256
+    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    product = jax.jit(jnp.matmul)
+    return 2 * size**3 / seconds(lambda: product(a, a)) / 1e12
