@@ -29,10 +29,13 @@ MAGI_JAX_INLINE uint32_t BitsOf(float x) {
 MAGI_JAX_INLINE float Widen(float x) { return x; }
 MAGI_JAX_INLINE float Widen(BFloat x) { return FloatOf(uint32_t{x.bits} << 16); }
 MAGI_JAX_INLINE float Widen(Half x) {
-  const uint32_t magnitude = (x.bits & 0x7fffu) << 13;
-  // The product moves the exponent's bias and makes denormals exact.
-  uint32_t bits = BitsOf(FloatOf(magnitude) * 0x1p112f);
-  bits |= (x.bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
+  const uint32_t magnitude = (x.bits & 0x7fffu) << 13, exponent = magnitude & (0x1fu << 23);
+  // XLA's threads take denormal float32 for zero, so those of float16 must not pass through one:
+  // the difference of two normal numbers makes them exact.
+  const uint32_t denormal =
+      BitsOf(FloatOf(magnitude + (113u << 23)) - FloatOf(uint32_t{113} << 23));
+  const uint32_t bias = exponent == 0x1fu << 23 ? 224u << 23 : 112u << 23;
+  const uint32_t bits = exponent == 0 ? denormal : magnitude + bias;
   return FloatOf(bits | (x.bits & 0x8000u) << 16);
 }
 
