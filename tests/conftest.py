@@ -1,17 +1,11 @@
-"""Sets up devices for all tests. JAX reads these variables when it starts, so they are set on import."""
+"""Sets up devices for all tests. JAX and NumPy read the variables when they start."""
 
-import os
+import virtual_devices
 
-import numpy as np
-import pytest
+virtual_devices.prepare()
 
-NUM_DEVICES = 8
-
-flag = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
-if flag not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-# With fewer threads than this, virtual CPU devices that wait for each other can starve.
-os.environ.setdefault("PJRT_NPROC", "16")
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 
 
 @pytest.fixture
