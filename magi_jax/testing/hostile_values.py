@@ -85,11 +85,12 @@ def hostile_values(
         # Below the normal numbers of float16, and for some rows of float32 too.
         v, dout, k = v * 1e-6, dout * 1e-6, k * 1e-39
     dlse = rng.normal(size=(q_len, num_heads)).astype(np.float32)
-    clean = Operands(*(_rounded(x, dtype) for x in (q, k, v, dout)), dlse)
+    q, k, v, dout = (_rounded(x, dtype) for x in (q, k, v, dout))
+    clean = Operands(q, k, v, dout, dlse)
     bad_queries: np.ndarray = np.zeros(q_len, bool)
     bad_keys: np.ndarray = np.zeros(k_len, bool)
     if kind == "hidden_poison":
-        bad_queries, bad_keys = ~dense.any(1), ~dense.any(0)
+        bad_queries[:], bad_keys[:] = ~dense.any(1), ~dense.any(0)
     elif kind == "document_poison":
         start, end = sorted(rng.integers(0, max(q_len, k_len) + 1, 2).tolist())
         bad_queries[start:end] = rng.random() < 0.7
