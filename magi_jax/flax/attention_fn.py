@@ -26,9 +26,8 @@ def attention_fn(
     kernels always accumulate in float32.
 
     A plan that is an argument of the jitted step belongs to that trace: make the function inside
-        the step,
-    ``nnx.MultiHeadAttention.set_attributes(attention_fn=...)`` on a merged copy, or build linen's
-    module with it. The blocks of `magi_jax.flax` take the function as a call argument and need
+    the step, ``nnx.MultiHeadAttention.set_attributes(attention_fn=...)`` on a merged copy, or build
+    linen's module with it. The blocks of `magi_jax.flax` take the function as a call argument and need
     neither.
 
     Args:
@@ -40,14 +39,16 @@ def attention_fn(
 
     Returns:
         A function ``(query [*B, T, N, H], key [*B, T, K, H], value [*B, T, K, Hv], ...) -> [*B, T,
-        N, Hv]``.
+        N, Hv]``. It takes ``sinks [N]`` too, which are parameters of a layer and so come with the
+        call.
     """
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, **more: Any) -> jax.Array:
+        given = options | more
         if isinstance(plan, AttnMask):
-            out = flex_flash_attention(query, key, value, plan, return_residual=False, **options)
+            out = flex_flash_attention(query, key, value, plan, return_residual=False, **given)
         else:
-            out = dist_attention(query, key, value, plan, axis_name, mesh=mesh, **options)
+            out = dist_attention(query, key, value, plan, axis_name, mesh=mesh, **given)
         return cast(jax.Array, out)
 
     # The names are those that Flax passes by keyword; linen passes only those that it finds here.
@@ -67,6 +68,7 @@ def attention_fn(
         is_causal: bool = False,
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         del dropout_rng, broadcast_dropout, precision
         _refuse("bias", bias is not None, "a dense bias would need T x S memory")
@@ -82,7 +84,7 @@ def attention_fn(
         _refuse("an einsum of the caller", einsum, "the kernels do the products themselves")
         if dtype is not None:
             query, key, value = (x.astype(dtype) for x in (query, key, value))
-        return attend(query, key, value)
+        return attend(query, key, value, **({} if sinks is None else {"sinks": sinks}))
 
     return attention
 

@@ -1,8 +1,9 @@
 """Small Flax NNX layers of a decoder whose attention is handed to them.
 
 Every layer takes ``attend``, a function ``(query, key, value) -> out`` such as `attention_fn`
-makes, as an argument of the call. So one model runs under a plan, under a mask on one device, or
-under a reference, and a plan that is an argument of the jitted step needs no place in the model.
+makes, as an argument of the call; layers with sinks hand it ``sinks=`` too. So one model runs under
+a plan, under a mask on one device, or under a reference, and a plan that is an argument of the
+jitted step needs no place in the model.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Attend = Callable[..., jax.Array]
 
 
 def rotate(x: jax.Array, positions: jax.Array, *, theta: float = 10_000.0) -> jax.Array:
@@ -43,7 +44,7 @@ def rotate(x: jax.Array, positions: jax.Array, *, theta: float = 10_000.0) -> ja
 
 
 class Attention(nnx.Module):
-    """Self-attention with rotary embeddings and grouped key/value heads."""
+    """Self-attention with rotary embeddings, grouped key/value heads and learned sinks if wanted."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Attention(nnx.Module):
         head_dim: int,
         *,
         theta: float = 10_000.0,
+        sinks: bool = False,
         dtype: jnp.dtype | None = None,
         rngs: nnx.Rngs,
     ):
@@ -64,12 +66,15 @@ class Attention(nnx.Module):
             num_kv_heads: key/value heads K; N must be a multiple of it.
             head_dim: H.
             theta: base of the rotary frequencies.
+            sinks: whether each query head has a learned logit that joins its softmax and has no
+                value, so that a row may attend to nothing.
             dtype: dtype of the computation; parameters are float32.
             rngs: random streams.
         """
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads=} is not a multiple of {num_kv_heads=}")
         self.theta = theta
+        self.sinks = nnx.Param(jnp.zeros(num_heads)) if sinks else None
 
         def project(heads: int) -> nnx.LinearGeneral:
             out = (heads, head_dim)
@@ -84,7 +89,8 @@ class Attention(nnx.Module):
         """``x [*B, T, D]`` and ``positions [*B, T]`` to ``[*B, T, D]``."""
         query = rotate(self.query(x), positions, theta=self.theta)
         key = rotate(self.key(x), positions, theta=self.theta)
-        return self.out(attend(query, key, self.value(x)))
+        options = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        return self.out(attend(query, key, self.value(x), **options))
 
 
 class SwiGLU(nnx.Module):
@@ -117,6 +123,7 @@ class DecoderConfig:
         num_heads, num_kv_heads, head_dim: N, K and H of the attention.
         hidden: width inside the feed-forward layers.
         theta: base of the rotary frequencies.
+        sinks: whether query heads have learned sinks.
         dtype: dtype of the computation, None for that of the parameters, which are float32.
     """
 
@@ -128,6 +135,7 @@ class DecoderConfig:
     head_dim: int
     hidden: int
     theta: float = 10_000.0
+    sinks: bool = False
     dtype: jnp.dtype | None = None
 
 
@@ -144,6 +152,7 @@ class DecoderBlock(nnx.Module):
             config.num_kv_heads,
             config.head_dim,
             theta=config.theta,
+            sinks=config.sinks,
             dtype=dtype,
             rngs=rngs,
         )

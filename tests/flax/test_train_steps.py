@@ -1,0 +1,177 @@
+"""Models with Flax's attention modules, and our decoder, train as they do under dense attention."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import magi_jax as mj
+from magi_jax.flax import Decoder, DecoderConfig, attention_fn
+
+SEQ_LEN, BATCH, CP, VOCABULARY, STEPS = 88, 2, 4, 13, 3
+CONFIG = mj.PlanConfig(chunk_size=8, overlap=1)
+FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
+
+
+class NnxModel(nnx.Module):
+    """A model of one's own around nnx.MultiHeadAttention."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCABULARY, 16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 16, 16, decode=False, rngs=rngs)
+        self.head = nnx.Linear(16, VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens, mask=None):
+        x = self.embed(tokens)
+        return self.head(x + self.attention(x, mask=mask))
+
+
+class LinenModel(linen.Module):
+    """The same around linen's module, which passes on only what the signature names."""
+
+    attention_fn: object = linen.dot_product_attention
+
+    @linen.compact
+    def __call__(self, tokens, mask=None):
+        x = linen.Embed(VOCABULARY, 16)(tokens)
+        attention = linen.MultiHeadDotProductAttention(2, attention_fn=self.attention_fn)
+        return linen.Dense(VOCABULARY)(x + attention(x, mask=mask))
+
+
+def _nnx():
+    graphdef, params = nnx.split(NnxModel(nnx.Rngs(0)), nnx.Param)
+
+    def apply(params, tokens, mask=None, attend=None):
+        model = nnx.merge(graphdef, params)
+        if attend is not None:
+            model.attention.set_attributes(attention_fn=attend)
+        return model(tokens, mask)
+
+    return params, apply
+
+
+def _linen():
+    params = LinenModel().init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
+
+    def apply(params, tokens, mask=None, attend=None):
+        model = LinenModel() if attend is None else LinenModel(attend)
+        return model.apply(params, tokens, mask)
+
+    return params, apply
+
+
+def _batches(rng):
+    """Batches of tokens and labels with another mask each, and all masks planned in one spec."""
+    masks, batches = [], []
+    for _ in range(STEPS):
+        cuts = np.sort(rng.choice(np.arange(1, SEQ_LEN), 4, replace=False))
+        lengths = np.diff([0, *cuts, SEQ_LEN])
+        masks.append(mj.masks.varlen(lengths, causal=True, window=(20, 0)))
+        batches.append(rng.integers(0, VOCABULARY, (2, BATCH, SEQ_LEN)).astype(np.int32))
+    specs = [mj.make_plan(mask, CP, CONFIG).spec for mask in masks]
+    spec = functools.reduce(lambda a, b: a.union(b), specs)
+    return batches, masks, [mj.make_plan(mask, CP, CONFIG, spec) for mask in masks]
+
+
+def _train(params, loss_of, inputs):
+    """Losses of a few Adam steps; the step is traced once."""
+    optimizer = optax.adam(1e-2)
+    state, losses, traces = optimizer.init(params), [], []
+
+    @functools.partial(jax.jit, compiler_options=FAST_TO_COMPILE)
+    def step(params, state, *batch):
+        traces.append(None)
+        loss, grads = jax.value_and_grad(loss_of)(params, *batch)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    for batch in inputs:
+        params, state, loss = step(params, state, *batch)
+        losses.append(float(loss))
+    assert len(traces) == 1
+    return losses
+
+
+def _loss(logits, labels, weight):
+    return (
+        optax.softmax_cross_entropy_with_integer_labels(logits, labels) * weight
+    ).sum() / weight.sum()
+
+
+@pytest.mark.parametrize("make", [_nnx, _linen])
+def test_own_model_trains_to_the_same_losses(make, rng):
+    params, apply = make()
+    batches, masks, plans = _batches(rng)
+
+    def dense_loss(params, tokens, labels, mask):
+        return _loss(apply(params, tokens, mask), labels, jnp.ones(labels.shape))
+
+    dense = _train(
+        params, dense_loss, [(*b, m.dense()) for b, m in zip(batches, masks, strict=True)]
+    )
+
+    def planned_loss(params, tokens, labels, plan):
+        attend = attention_fn(plan, batch_axes="dp")
+        weight = jnp.broadcast_to(plan.positions.reshape(-1) >= 0, labels.shape)
+        return _loss(apply(params, tokens, attend=attend), labels, weight)
+
+    mesh = jax.make_mesh((2, CP), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        rows, everywhere = NamedSharding(mesh, P("dp", "cp")), NamedSharding(mesh, P())
+        inputs = [
+            (*jax.device_put(mj.dispatch(tuple(b), p, axis=1), rows), p)
+            for b, p in zip(batches, plans, strict=True)
+        ]
+        ours = _train(jax.device_put(params, everywhere), planned_loss, inputs)
+    np.testing.assert_allclose(ours, dense, rtol=2e-5)
+    assert abs(dense[0] - dense[1]) > 1e-3
+
+
+def test_decoder_with_rotations_by_plan_positions_and_sinks(rng):
+    """Against attention whose sinks are one more key without a value."""
+    sizes = {"features": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "hidden": 24}
+    config = DecoderConfig(VOCABULARY, num_layers=1, sinks=True, **sizes)
+    graphdef, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0)), nnx.Param)
+    batches, masks, plans = _batches(rng)
+
+    def dense_attention(mask):
+        def attend(q, k, v, sinks):
+            k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+            logits = jnp.einsum("bqnh,bknh->bnqk", q, k) / np.sqrt(q.shape[-1])
+            logits = jnp.where(mask, logits, -jnp.inf)
+            sink = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1))
+            weights = jax.nn.softmax(jnp.concatenate([logits, sink], axis=-1))[..., :-1]
+            return jnp.einsum("bnqk,bknh->bqnh", weights, v)
+
+        return attend
+
+    def loss_of(params, tokens, labels, attends, positions):
+        positions = jnp.broadcast_to(positions, tokens.shape)
+        logits = nnx.merge(graphdef, params)(tokens, positions, attends)
+        return _loss(logits, labels, positions >= 0)
+
+    def dense_loss(params, tokens, labels, mask):
+        return loss_of(params, tokens, labels, (dense_attention(mask),), jnp.arange(SEQ_LEN))
+
+    def planned_loss(params, tokens, labels, plan):
+        attends = (attention_fn(plan, batch_axes="dp"),)
+        return loss_of(params, tokens, labels, attends, plan.positions.reshape(-1))
+
+    dense = _train(
+        params, dense_loss, [(*b, m.dense()) for b, m in zip(batches, masks, strict=True)]
+    )
+    mesh = jax.make_mesh((2, CP), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        rows, everywhere = NamedSharding(mesh, P("dp", "cp")), NamedSharding(mesh, P())
+        inputs = [
+            (*jax.device_put(mj.dispatch(tuple(b), p, axis=1), rows), p)
+            for b, p in zip(batches, plans, strict=True)
+        ]
+        ours = _train(jax.device_put(params, everywhere), planned_loss, inputs)
+    np.testing.assert_allclose(ours, dense, rtol=3e-5)
