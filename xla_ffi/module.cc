@@ -54,7 +54,7 @@ py::dict BuildInfo() {
 // (description, refusal), one of them empty. Extents and dtypes as in `Problem`, dtypes by name.
 py::tuple ChooseCudaKernel(const std::string& path, bool backward, const std::string& dtype,
                            const std::string& out_dtype, const std::vector<int32_t>& extents,
-                           float logits_soft_cap) {
+                           float logits_soft_cap, bool row_max) {
   const auto decode = [](const std::string& name) {
     if (name == "float32") return DType::kF32;
     if (name == "float16") return DType::kF16;
@@ -73,7 +73,7 @@ py::tuple ChooseCudaKernel(const std::string& path, bool backward, const std::st
   problem.logits_soft_cap = logits_soft_cap;
   problem.dtype = decode(dtype);
   const KernelChoice choice = backward ? ChooseBackward(path, problem, decode(out_dtype))
-                                       : ChooseForward(path, problem, decode(out_dtype));
+                                       : ChooseForward(path, problem, decode(out_dtype), row_max);
   return py::make_tuple(choice.description, choice.refusal);
 }
 #endif

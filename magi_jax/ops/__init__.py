@@ -2,6 +2,7 @@
 
 from magi_jax.ops.api import CONTEXT_NAME, dot_product_attention, flex_flash_attention
 from magi_jax.ops.base import Implementation
+from magi_jax.ops.ffi import build_info
 from magi_jax.ops.implementations import get_implementation, implementations
 from magi_jax.ops.lse import add_sinks, merge, sinks_gradient
 
@@ -9,6 +10,7 @@ __all__ = [
     "CONTEXT_NAME",
     "Implementation",
     "add_sinks",
+    "build_info",
     "dot_product_attention",
     "flex_flash_attention",
     "get_implementation",

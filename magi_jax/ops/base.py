@@ -44,7 +44,8 @@ class Implementation(abc.ABC):
         logits_soft_cap: float,
         accumulate: tuple[jax.Array, jax.Array] | None = None,
         out_dtype: Any = None,
-    ) -> tuple[jax.Array, jax.Array]:
+        with_row_max: bool = False,
+    ) -> tuple[jax.Array, ...]:
         """Attention over the keys that the table shows.
 
         Args:
@@ -56,9 +57,12 @@ class Implementation(abc.ABC):
             logits_soft_cap: cap of the logits, 0 for none.
             accumulate: ``(out, lse)`` over other keys, float32, to merge the result into.
             out_dtype: float32 or the dtype of q, which is the default; with ``accumulate`` float32.
+            with_row_max: whether to return the largest logits too.
 
         Returns:
-            ``out [T, N, Hv]`` and ``lse [T, N]``.
+            ``out [T, N, Hv]`` and ``lse [T, N]``; with ``with_row_max`` also ``row_max [T, N]``
+            float32, the largest logit (after the cap) among the keys of this call that a row sees,
+            -inf where it sees none.
 
         Raises:
             ValueError: operands that do not fit each other.

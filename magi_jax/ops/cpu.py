@@ -40,11 +40,14 @@ class CpuImplementation(base.Implementation):
         logits_soft_cap: float,
         accumulate: tuple[jax.Array, jax.Array] | None = None,
         out_dtype: Any = None,
-    ) -> tuple[jax.Array, jax.Array]:
+        with_row_max: bool = False,
+    ) -> tuple[jax.Array, ...]:
         """See `Implementation.forward`."""
         options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
         dtype = base.check_forward(q, k, v, table, options, accumulate, out_dtype)
-        return ffa_calls.forward(_KERNEL, q, k, v, table, dtype, accumulate=accumulate, **options)
+        return ffa_calls.forward(
+            _KERNEL, (q, k, v), table, dtype, accumulate, with_row_max, **options
+        )
 
     def backward(
         self,

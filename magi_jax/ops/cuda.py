@@ -64,13 +64,17 @@ class CudaImplementation(base.Implementation):
         logits_soft_cap: float,
         accumulate: tuple[jax.Array, jax.Array] | None = None,
         out_dtype: Any = None,
-    ) -> tuple[jax.Array, jax.Array]:
+        with_row_max: bool = False,
+    ) -> tuple[jax.Array, ...]:
         """See `Implementation.forward`."""
         options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
         dtype = base.check_forward(q, k, v, table, options, accumulate, out_dtype)
-        path, _ = self._choose("forward", q, k, v, table, dtype, logits_soft_cap)
+        case = (q, k, v, table, dtype, logits_soft_cap)
+        path, _ = self._choose("forward", *case, with_row_max)
         kernel = Kernel(f"_{path}", _FORWARD_SCRATCH[path])
-        return ffa_calls.forward(kernel, q, k, v, table, dtype, accumulate=accumulate, **options)
+        return ffa_calls.forward(
+            kernel, (q, k, v), table, dtype, accumulate, with_row_max, **options
+        )
 
     def backward(
         self,
@@ -116,7 +120,7 @@ class CudaImplementation(base.Implementation):
         return "\n".join(lines)
 
     def _choose(
-        self, direction: str, q, k, v, table, result_dtype, logits_soft_cap
+        self, direction: str, q, k, v, table, result_dtype, logits_soft_cap, row_max=False
     ) -> tuple[str, str]:
         """The path that serves a call, and its description."""
         module = ffi.load()
@@ -131,7 +135,7 @@ class CudaImplementation(base.Implementation):
         reasons = []
         for path in self.backward_paths if backward else self.forward_paths:
             description, refusal = module.choose_cuda_kernel(
-                path, backward, *dtypes, extents, logits_soft_cap
+                path, backward, *dtypes, extents, logits_soft_cap, row_max
             )
             refusal = refusal or _device_refusal(path)
             if not refusal:

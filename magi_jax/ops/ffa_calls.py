@@ -29,24 +29,29 @@ class Kernel(NamedTuple):
 
 def forward(
     kernel: Kernel,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    tensors: tuple[jax.Array, jax.Array, jax.Array],
     table: SliceTable,
     out_dtype: Any,
-    *,
-    accumulate: tuple[jax.Array, jax.Array] | None = None,
+    accumulate: tuple[jax.Array, jax.Array] | None,
+    with_row_max: bool,
     **options: float,
-) -> tuple[jax.Array, jax.Array]:
-    """Calls a forward target with checked operands; see `Implementation.forward`."""
+) -> tuple[jax.Array, ...]:
+    """Calls a forward target with ``q, k, v`` that are checked; see `Implementation.forward`."""
+    q, k, v = tensors
     operands = mesh.unify_varying(q, k, v, table.slices, *table.by_query, *(accumulate or ()))
     # Partial results are merged in place.
     first = len(operands) - 2
     aliases = None if accumulate is None else {first: 0, first + 1: 1}
-    results = (((*q.shape[:2], v.shape[2]), out_dtype), (q.shape[:2], jnp.float32))
+    rows, num_heads = q.shape[:2]
+    results = (
+        ((rows, num_heads, v.shape[2]), out_dtype),
+        ((rows, num_heads), jnp.float32),
+        # Without rows where it is not asked for, which costs nothing.
+        ((rows if with_row_max else 0, num_heads), jnp.float32),
+    )
     target = FORWARD if accumulate is None else FORWARD_ACCUMULATE
-    out, lse, *_ = _call(target, kernel, operands, results, aliases, table, options)
-    return out, lse
+    out, lse, row_max, *_ = _call(target, kernel, operands, results, aliases, table, options)
+    return (out, lse, row_max) if with_row_max else (out, lse)
 
 
 def backward(

@@ -5,9 +5,12 @@ import importlib
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jax
 import jaxlib
+
+import magi_jax
 
 
 def runtime_ffi_api_version() -> tuple[int, int]:
@@ -74,6 +77,19 @@ def load() -> ModuleType:
     return module
 
 
-def build_info() -> dict:
-    """How the extension was built: FFI API and jaxlib versions, CPU instruction set in use, CUDA or not."""
-    return load().build_info()
+def build_info() -> dict[str, Any]:
+    """What is installed and how it was built: quote it in reports of problems.
+
+    Returns:
+        ``version`` of this package; ``ffi_api_version`` and ``jaxlib_version`` of the headers that the
+        extension was built with; ``running_jaxlib_version``; ``cpu_kernels``, the instruction set in use;
+        ``cuda``, whether the CUDA kernels are there; and ``targets``, the names of all custom calls, which
+        `jax.export` must be told to let pass.
+    """
+    module = load()
+    return {
+        "version": magi_jax.__version__,
+        **module.build_info(),
+        "running_jaxlib_version": jaxlib.__version__,
+        "targets": sorted({target for target, _, _ in module.registrations()}),
+    }

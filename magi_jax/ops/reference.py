@@ -49,7 +49,8 @@ class ReferenceImplementation(base.Implementation):
         logits_soft_cap: float,
         accumulate: tuple[jax.Array, jax.Array] | None = None,
         out_dtype: Any = None,
-    ) -> tuple[jax.Array, jax.Array]:
+        with_row_max: bool = False,
+    ) -> tuple[jax.Array, ...]:
         """See `Implementation.forward`."""
         options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
         dtype = base.check_forward(q, k, v, table, options, accumulate, out_dtype)
@@ -64,9 +65,12 @@ class ReferenceImplementation(base.Implementation):
         weights = weights / jnp.where(empty, 1.0, total)
         lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))[..., 0].T
         out = _seen_product("nts,snh->tnh", weights, x.v, x.visible)
+        results = (out.astype(dtype), lse)
         if accumulate is not None:
-            return merge(*accumulate, out, lse)
-        return out.astype(dtype), lse
+            results = merge(*accumulate, out, lse)
+        if not with_row_max:
+            return results
+        return *results, jnp.max(masked, axis=-1, initial=-jnp.inf).T
 
     def backward(
         self,

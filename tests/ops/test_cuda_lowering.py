@@ -52,7 +52,7 @@ if HAS_CUDA:
         walks = [["x".join(map(str, leaf.shape)) + "xi32" for leaf in jax.tree.leaves(walk)]
                  for walk in (table.by_query, table.by_key)]  # fmt: skip
         slices = f"{len(table.slices)}x6xi32"
-        results = [q_type, "300x4xf32"]
+        results = [q_type, "300x4xf32", "0x4xf32"]
         assert types(calls["magi_jax_ffa_forward_sm80"]) == ([*tensors, slices, *walks[0]], results)
         rows = ["300x4xf32", "300x4xf32"]
         assert types(calls["magi_jax_ffa_backward_sm80"]) == (

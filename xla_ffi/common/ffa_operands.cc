@@ -135,8 +135,9 @@ ffi::Error DecodeDType(const char* name, ffi::AnyBuffer buffer, DType* dtype) {
 }
 
 ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                         const Attributes& attributes, ffi::AnyBuffer out, ffi::AnyBuffer lse,
+                         const Attributes& attributes, const ForwardResults& results,
                          ForwardParams* params) {
+  const auto& [out, lse, row_max] = results;
   Problem& problem = params->problem;
   MAGI_JAX_RETURN_IF_ERROR(DecodeProblem(q, k, v, attributes, &problem));
   MAGI_JAX_RETURN_IF_ERROR(
@@ -152,6 +153,11 @@ ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   params->v = v.untyped_data();
   params->out = out.untyped_data();
   params->lse = static_cast<float*>(lse.untyped_data());
+  MAGI_JAX_RETURN_IF_ERROR(CheckF32("row_max", row_max));
+  if (row_max.element_count() > 0) {
+    MAGI_JAX_RETURN_IF_ERROR(CheckShape("row_max", row_max, {problem.q_len, problem.num_heads}));
+    params->row_max = static_cast<float*>(row_max.untyped_data());
+  }
   return ffi::Error::Success();
 }
 

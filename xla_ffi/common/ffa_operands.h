@@ -47,9 +47,14 @@ ffi::Error CheckShape(const char* name, ffi::AnyBuffer buffer,
 ffi::Error CheckF32(const char* name, ffi::AnyBuffer buffer);
 ffi::Error DecodeDType(const char* name, ffi::AnyBuffer buffer, DType* dtype);
 
+struct ForwardResults {
+  ffi::AnyBuffer out, lse;
+  ffi::AnyBuffer row_max;  // without rows where it is not wanted
+};
+
 // The tensors of a forward call: checks all shapes and dtypes, fills the problem and the pointers.
 ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                         const Attributes& attributes, ffi::AnyBuffer out, ffi::AnyBuffer lse,
+                         const Attributes& attributes, const ForwardResults& results,
                          ForwardParams* params);
 // The partial results that a decoded forward call is to be merged into; sets `accumulate`. Bringing
 // them into the results is left to the platform.

@@ -56,6 +56,9 @@ struct ForwardParams {
   TileRuns by_query;
   void* out;   // [T, N, Hv], dtype out_dtype
   float* lse;  // [T, N], natural log
+  // [T, N], the largest logit (after the cap) that a row sees among these keys, -inf where it sees
+  // none; null: not wanted. Never merged into what was there.
+  float* row_max;
   DType out_dtype;
   bool accumulate;  // merge into the values already in `out` (f32) and `lse`
 };

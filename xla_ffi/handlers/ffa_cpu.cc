@@ -85,11 +85,11 @@ ffi::Error Guarded(Body&& body) {
 
 ffi::Error Forward(ffi::ThreadPool pool, Operand q, Operand k, Operand v, Operand slices,
                    Operand ptr, Operand runs, Operand ids, Operand order, Result out, Result lse,
-                   float scale, float logits_soft_cap, int32_t tile_size) {
+                   Result row_max, float scale, float logits_soft_cap, int32_t tile_size) {
   return Guarded([&]() -> ffi::Error {
     ForwardParams params = {};
-    MAGI_JAX_RETURN_IF_ERROR(
-        DecodeForward(q, k, v, {scale, logits_soft_cap, tile_size}, *out, *lse, &params));
+    MAGI_JAX_RETURN_IF_ERROR(DecodeForward(q, k, v, {scale, logits_soft_cap, tile_size},
+                                           {*out, *lse, *row_max}, &params));
     MAGI_JAX_RETURN_IF_ERROR(DecodeTable({slices, {"by_query", ptr, runs, ids, order}}, &params));
     return RunForward(params, pool);
   });
@@ -97,12 +97,12 @@ ffi::Error Forward(ffi::ThreadPool pool, Operand q, Operand k, Operand v, Operan
 
 ffi::Error ForwardAccumulate(ffi::ThreadPool pool, Operand q, Operand k, Operand v, Operand slices,
                              Operand ptr, Operand runs, Operand ids, Operand order, Operand out_in,
-                             Operand lse_in, Result out, Result lse, float scale,
+                             Operand lse_in, Result out, Result lse, Result row_max, float scale,
                              float logits_soft_cap, int32_t tile_size) {
   return Guarded([&]() -> ffi::Error {
     ForwardParams params = {};
-    MAGI_JAX_RETURN_IF_ERROR(
-        DecodeForward(q, k, v, {scale, logits_soft_cap, tile_size}, *out, *lse, &params));
+    MAGI_JAX_RETURN_IF_ERROR(DecodeForward(q, k, v, {scale, logits_soft_cap, tile_size},
+                                           {*out, *lse, *row_max}, &params));
     MAGI_JAX_RETURN_IF_ERROR(DecodeAccumulate(out_in, lse_in, &params));
     MAGI_JAX_RETURN_IF_ERROR(DecodeTable({slices, {"by_query", ptr, runs, ids, order}}, &params));
     Bring(out_in, *out);
@@ -195,6 +195,7 @@ XLA_FFI_DEFINE_HANDLER(kFfaForwardCpu, Forward,
                            .Arg<Operand>()  // by_query.order
                            .Ret<Operand>()  // out
                            .Ret<Operand>()  // lse
+                           .Ret<Operand>()  // row_max
                            .Attr<float>("scale")
                            .Attr<float>("logits_soft_cap")
                            .Attr<int32_t>("tile_size"));
@@ -214,6 +215,7 @@ XLA_FFI_DEFINE_HANDLER(kFfaForwardAccumulateCpu, ForwardAccumulate,
                            .Arg<Operand>()  // lse_in
                            .Ret<Operand>()  // out
                            .Ret<Operand>()  // lse
+                           .Ret<Operand>()  // row_max
                            .Attr<float>("scale")
                            .Attr<float>("logits_soft_cap")
                            .Attr<int32_t>("tile_size"));

@@ -128,18 +128,18 @@ ffi::Error RunForward(const ForwardParams& params, ffi::RemainingRets scratch,
   if (!reason.empty()) return InvalidArgument(reason);
   void* memory = nullptr;
   MAGI_JAX_RETURN_IF_ERROR(
-      TakeScratch(scratch, "lse", Path::ForwardScratchBytes(params.problem), &memory));
+      TakeScratch(scratch, "row_max", Path::ForwardScratchBytes(params.problem), &memory));
   return LaunchError(Path::Run(params, memory, stream));
 }
 
 template <class Path>
 ffi::Error Forward(cudaStream_t stream, Operand q, Operand k, Operand v, Operand slices,
                    Operand ptr, Operand runs, Operand ids, Operand order, Result out, Result lse,
-                   ffi::RemainingRets scratch, float scale, float logits_soft_cap,
+                   Result row_max, ffi::RemainingRets scratch, float scale, float logits_soft_cap,
                    int32_t tile_size) {
   ForwardParams params = {};
   MAGI_JAX_RETURN_IF_ERROR(
-      DecodeForward(q, k, v, {scale, logits_soft_cap, tile_size}, *out, *lse, &params));
+      DecodeForward(q, k, v, {scale, logits_soft_cap, tile_size}, {*out, *lse, *row_max}, &params));
   MAGI_JAX_RETURN_IF_ERROR(DecodeTable(slices, {"by_query", ptr, runs, ids, order}, &params));
   return RunForward<Path>(params, scratch, stream);
 }
@@ -154,11 +154,12 @@ ffi::Error Bring(Operand from, Operand to, cudaStream_t stream) {
 template <class Path>
 ffi::Error ForwardAccumulate(cudaStream_t stream, Operand q, Operand k, Operand v, Operand slices,
                              Operand ptr, Operand runs, Operand ids, Operand order, Operand out_in,
-                             Operand lse_in, Result out, Result lse, ffi::RemainingRets scratch,
-                             float scale, float logits_soft_cap, int32_t tile_size) {
+                             Operand lse_in, Result out, Result lse, Result row_max,
+                             ffi::RemainingRets scratch, float scale, float logits_soft_cap,
+                             int32_t tile_size) {
   ForwardParams params = {};
   MAGI_JAX_RETURN_IF_ERROR(
-      DecodeForward(q, k, v, {scale, logits_soft_cap, tile_size}, *out, *lse, &params));
+      DecodeForward(q, k, v, {scale, logits_soft_cap, tile_size}, {*out, *lse, *row_max}, &params));
   MAGI_JAX_RETURN_IF_ERROR(DecodeAccumulate(out_in, lse_in, &params));
   MAGI_JAX_RETURN_IF_ERROR(DecodeTable(slices, {"by_query", ptr, runs, ids, order}, &params));
   MAGI_JAX_RETURN_IF_ERROR(Bring(out_in, *out, stream));
@@ -220,6 +221,7 @@ auto BindForward() {
   return BindAttributes(BindForwardOperands()
                             .Ret<Operand>()  // out
                             .Ret<Operand>()  // lse
+                            .Ret<Operand>()  // row_max
                             .RemainingRets());
 }
 
@@ -229,6 +231,7 @@ auto BindForwardAccumulate() {
                             .Arg<Operand>()  // lse_in
                             .Ret<Operand>()  // out
                             .Ret<Operand>()  // lse
+                            .Ret<Operand>()  // row_max
                             .RemainingRets());
 }
 

@@ -17,7 +17,8 @@ KernelChoice NoPath(const std::string& path, const char* direction) {
 
 }  // namespace
 
-KernelChoice ChooseForward(const std::string& path, const Problem& problem, DType out_dtype) {
+KernelChoice ChooseForward(const std::string& path, const Problem& problem, DType out_dtype,
+                           bool row_max) {
   if (path == "sm80") {
     const std::string reason = sm80::Refuse(problem);
     return reason.empty() ? KernelChoice{sm80::DescribeForward(problem), ""} : Refused(reason);
@@ -27,6 +28,8 @@ KernelChoice ChooseForward(const std::string& path, const Problem& problem, DTyp
     ForwardParams params = {};
     params.problem = problem;
     params.out_dtype = out_dtype;
+    float wanted;
+    params.row_max = row_max ? &wanted : nullptr;
     const char* reason = sm90::RefuseForward(params);
     if (reason != nullptr) return Refused(reason);
     char text[256];
@@ -35,6 +38,7 @@ KernelChoice ChooseForward(const std::string& path, const Problem& problem, DTyp
   }
 #endif
   (void)out_dtype;
+  (void)row_max;
   return NoPath(path, "forward");
 }
 

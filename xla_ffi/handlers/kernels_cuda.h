@@ -17,7 +17,8 @@ struct KernelChoice {
 
 // `path` is "sm80" or "sm90". Only dtypes, head counts, head dims, lengths, tile size and
 // logits_soft_cap are looked at.
-KernelChoice ChooseForward(const std::string& path, const Problem& problem, DType out_dtype);
+KernelChoice ChooseForward(const std::string& path, const Problem& problem, DType out_dtype,
+                           bool row_max);
 KernelChoice ChooseBackward(const std::string& path, const Problem& problem, DType dkv_dtype);
 
 }  // namespace magi_jax

@@ -8,10 +8,16 @@
 
 namespace magi_jax::cpu::MAGI_JAX_ISA {
 
+// Running softmax of one panel of queries; [kPanel] each.
+struct Softmax {
+  float *max, *top, *sum;
+};
+
 struct ForwardScratch {
   float* q;          // [panels, H, kPanel]
   float* out;        // [panels, Hv, kPanel], not yet divided by sum
-  float* max;        // [panels, kPanel], base 2
+  float* max;        // [panels, kPanel], base 2, of everything merged so far
+  float* top;        // [panels, kPanel], base 2, of the keys of this call
   float* sum;        // [panels, kPanel]
   float* k;          // [kBlockRows, RowStride(H)]
   float* v;          // [kBlockRows, RowStride(Hv)]
@@ -24,10 +30,16 @@ struct ForwardScratch {
             arena.Floats(lanes * problem.v_head_dim),
             arena.Floats(lanes),
             arena.Floats(lanes),
+            arena.Floats(lanes),
             arena.Floats(int64_t{kBlockRows} * RowStride(problem.head_dim)),
             arena.Floats(int64_t{kBlockRows} * RowStride(problem.v_head_dim)),
             arena.Floats(kBlockRows * kPanel),
             arena.Ints(kBlockRows * kPanel)};
+  }
+
+  Softmax SoftmaxOf(int32_t panel) const {
+    const int32_t first = panel * kPanel;
+    return {max + first, top + first, sum + first};
   }
 };
 
@@ -52,6 +64,7 @@ static void StartRows(const ForwardParams& params, const Tile& tile, int32_t hea
     const int64_t row = int64_t{tile.rows.begin} + i;
     const float lse = has_part ? params.lse[row * problem.num_heads + head] : -kInfinity;
     s.max[i] = lse * kLog2E;
+    s.top[i] = -kInfinity;
     s.sum[i] = lse == -kInfinity ? 0.0f : 1.0f;
   }
 }
@@ -59,19 +72,24 @@ static void StartRows(const ForwardParams& params, const Tile& tile, int32_t hea
 // Turns raw products into softmax weights relative to the new maximum, and rescales what was summed
 // before.
 static void UpdateSoftmax(const Logits& logits, const int32_t* visible, int32_t rows, int32_t v_dim,
-                          float* weights, float* max, float* sum, float* out) {
-  Vec old_max[2], new_max[2], shift[2], total[2];
-  for (int j = 0; j < 2; ++j) old_max[j] = new_max[j] = Load(max + j * kLanes);
+                          float* weights, const Softmax& state, float* out) {
+  Vec old_max[2], new_max[2], top[2], shift[2], total[2];
+  for (int j = 0; j < 2; ++j) {
+    old_max[j] = Load(state.max + j * kLanes);
+    top[j] = Load(state.top + j * kLanes);
+  }
   for (int32_t w = 0; w < rows; ++w) {
     for (int j = 0; j < 2; ++j) {
       const int64_t cell = int64_t{w} * kPanel + j * kLanes;
       Vec x = logits(Load(weights + cell));
       if (visible != nullptr) x = Select(LoadInt(visible + cell), x, Broadcast(-kInfinity));
-      new_max[j] = Max(new_max[j], x);
+      top[j] = Max(top[j], x);
       Store(weights + cell, x);
     }
   }
   for (int j = 0; j < 2; ++j) {
+    Store(state.top + j * kLanes, top[j]);
+    new_max[j] = Max(old_max[j], top[j]);
     // A lane that has seen nothing yet has the maximum -inf; any finite shift gives it weights of
     // zero.
     shift[j] = Select(new_max[j] == -kInfinity, Vec{}, new_max[j]);
@@ -87,8 +105,8 @@ static void UpdateSoftmax(const Logits& logits, const int32_t* visible, int32_t 
   }
   for (int j = 0; j < 2; ++j) {
     const Vec rescale = Exp2(old_max[j] - shift[j]);
-    Store(max + j * kLanes, new_max[j]);
-    Store(sum + j * kLanes, Load(sum + j * kLanes) * rescale + total[j]);
+    Store(state.max + j * kLanes, new_max[j]);
+    Store(state.sum + j * kLanes, Load(state.sum + j * kLanes) * rescale + total[j]);
     for (int32_t i = 0; i < v_dim; ++i) {
       float* cell = out + int64_t{i} * kPanel + j * kLanes;
       Store(cell, Load(cell) * rescale);
@@ -112,7 +130,7 @@ static void ForwardBlock(const Problem& problem, const Logits& logits, const Til
                                      s.weights, kPanel);
     if (!block.is_full) FillVisible<Lanes::kQueries>(block.mask, lanes, part, s.visible);
     UpdateSoftmax(logits, block.is_full ? nullptr : s.visible, rows, problem.v_head_dim, s.weights,
-                  s.max + panel * kPanel, s.sum + panel * kPanel, out);
+                  s.SoftmaxOf(panel), out);
     const Matrix v = {s.v + int64_t{skipped} * v_stride, v_stride};
     if (block.is_full || v_is_finite) {
       Gemm<Order::kColumns, Into::kSum>(problem.v_head_dim, rows, v, {s.weights, kPanel}, out,
@@ -150,6 +168,7 @@ static void ForwardTile(const ForwardParams& params, int32_t tile_index, int32_t
     const bool sees_nothing = s.sum[i] == 0.0f;
     params.lse[row * problem.num_heads + head] =
         sees_nothing ? -kInfinity : s.max[i] * kLn2 + __builtin_logf(s.sum[i]);
+    if (params.row_max != nullptr) params.row_max[row * problem.num_heads + head] = s.top[i] * kLn2;
     s.sum[i] = sees_nothing ? 0.0f : 1.0f / s.sum[i];
   }
   WriteTransposed(s.out, s.sum,

@@ -213,9 +213,12 @@ __global__ void __launch_bounds__(C::kThreads)
   for (int r = 0; r < C::kRows; ++r) {
     const float sum = QuadSum(state.sum[r]);
     const int row = rows.begin + warp_row + RowOf(r);
-    if (row < rows.end)
-      WriteRow<C>(params, static_cast<int64_t>(row) * problem.num_heads + head, o[r / 2], r % 2 * 2,
-                  __fmul_rn(state.max[r], logits.log2_factor), sum, state.poisoned >> r & 1);
+    if (row < rows.end) {
+      const int64_t row_head = static_cast<int64_t>(row) * problem.num_heads + head;
+      const float max_log2 = __fmul_rn(state.max[r], logits.log2_factor);
+      if (params.row_max != nullptr && Lane() % 4 == 0) params.row_max[row_head] = max_log2 * kLn2;
+      WriteRow<C>(params, row_head, o[r / 2], r % 2 * 2, max_log2, sum, state.poisoned >> r & 1);
+    }
   }
 }
 

@@ -109,6 +109,7 @@ const char* RefuseForward(const ForwardParams& forward) {
   if (problem.tile_size <= 0 || problem.tile_size % (kBlockM >> PackLog2(problem)) != 0) {
     return "sm90 forward needs a slice table whose tile size is a multiple of 128";
   }
+  if (forward.row_max != nullptr) return "sm90 forward gives no largest logits; sm80 does";
   if (forward.accumulate && forward.out_dtype != DType::kF32)
     return "sm90 forward accumulates in float32 only";
   if (forward.out_dtype != DType::kF32 && forward.out_dtype != problem.dtype) {
