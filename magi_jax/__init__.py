@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from magi_jax import data, flax, masks, testing
     from magi_jax.comm import group_cast, group_reduce
     from magi_jax.masks import AttnMask, AttnSlice, MaskType
-    from magi_jax.ops import dot_product_attention, flex_flash_attention
+    from magi_jax.ops import build_info, dot_product_attention, flex_flash_attention
     from magi_jax.parallel import DistOptions, dispatch, roll, undispatch
     from magi_jax.parallel.dist_attention import dist_attention
     from magi_jax.plan import AttentionPlan, PlanConfig, PlanSpec, make_plan, stack_plans
@@ -29,6 +29,7 @@ __all__ = [
     "MaskType",
     "PlanConfig",
     "PlanSpec",
+    "build_info",
     "data",
     "dispatch",
     "dist_attention",
@@ -58,7 +59,7 @@ _NAMES_OF = {
         "slice_table",
         "stack_plans",
     ),
-    "ops": ("dot_product_attention", "flex_flash_attention"),
+    "ops": ("build_info", "dot_product_attention", "flex_flash_attention"),
     "comm": ("group_cast", "group_reduce"),
     "parallel": ("DistOptions", "dispatch", "dist_attention", "roll", "undispatch"),
 }
