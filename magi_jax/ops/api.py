@@ -15,7 +15,7 @@ from magi_jax.masks import AttnMask
 from magi_jax.ops import base
 from magi_jax.ops.base import Implementation
 from magi_jax.ops.implementations import get_implementation
-from magi_jax.ops.lse import add_sinks, sinks_gradient
+from magi_jax.ops.lse import add_sinks, max_of_rows, sinks_gradient
 from magi_jax.plan import SliceTable, slice_table
 
 # Name of `out` and `lse` for remat policies such as `jax.checkpoint_policies.save_only_these_names`.
@@ -29,6 +29,7 @@ class _Call:
     implementation: Implementation
     scale: float
     logits_soft_cap: float
+    with_max_logits: bool
 
     @property
     def options(self) -> dict[str, float]:
@@ -37,22 +38,29 @@ class _Call:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call, q, k, v, sinks, table):
-    if sinks is None:
-        return call.implementation.forward(q, k, v, table, **call.options)
-    out, lse = call.implementation.forward(q, k, v, table, out_dtype=jnp.float32, **call.options)
-    out, lse = add_sinks(out, lse, sinks)
-    return out.astype(q.dtype), lse
+    out, lse, *row_max = call.implementation.forward(
+        q,
+        k,
+        v,
+        table,
+        out_dtype=q.dtype if sinks is None else jnp.float32,
+        with_row_max=call.with_max_logits,
+        **call.options,
+    )
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out.astype(q.dtype), lse, max_of_rows(row_max[0]) if row_max else None
 
 
 def _attention_forward(call, q, k, v, sinks, table):
     # A remat policy that saves these two needs no second forward pass.
-    out, lse = checkpoint_name(_attention(call, q, k, v, sinks, table), CONTEXT_NAME)
-    return (out, lse), (q, k, v, sinks, table, out, lse)
+    out, lse, max_logits = checkpoint_name(_attention(call, q, k, v, sinks, table), CONTEXT_NAME)
+    return (out, lse, max_logits), (q, k, v, sinks, table, out, lse)
 
 
 def _attention_backward(call, residuals, cotangents):
     q, k, v, sinks, table, out, lse = residuals
-    dout, dlse = cotangents
+    dout, dlse, _ = cotangents  # the largest logits have no derivative
     # The derivative of lse by a logit is its softmax weight, so dlse joins the term of normalisation.
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
     dq, dk, dv = call.implementation.backward(
@@ -76,8 +84,9 @@ def flex_flash_attention(
     sinks: ArrayLike | None = None,
     deterministic: bool = False,
     return_residual: bool = False,
+    return_max_logits: bool = False,
     implementation: str | Implementation | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Exact attention on one device for any mask that is a union of band slices.
 
     Time and memory grow with the area of the mask and with the inputs, never with T x S. Differentiable in
@@ -93,13 +102,17 @@ def flex_flash_attention(
         logits_soft_cap: logits become ``cap * tanh(logits / cap)``; None for no cap.
         sinks: ``[N]``, or ``[X, N]`` for X of them: logits that join the softmax of every row of their
             head and have no value.
-        deterministic: insist on equal bits for equal inputs.
+        deterministic: insist on equal bits for equal inputs, gradients included.
         return_residual: whether to return the log-sum-exp too.
+        return_max_logits: whether to return the largest logits too.
         implementation: name of a kernel; None chooses by platform.
 
     Returns:
         ``out [*B, T, N, Hv]`` in the dtype of q; rows that see no key are zero. With ``return_residual``
         also ``lse [*B, T, N]``, float32, natural log; -inf in rows that see no key and have no sinks.
+        With ``return_max_logits`` then ``max_logits [N]``, float32: the largest logit of each head, after
+        scale and cap, over all cells that the mask shows in any sequence (QK-clip reads it); -inf where it
+        shows none. It is a statistic without a derivative.
 
     Raises:
         ValueError: shapes, dtypes, options or the mask do not fit each other.
@@ -107,18 +120,14 @@ def flex_flash_attention(
     """
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     sinks = None if sinks is None else jnp.asarray(sinks)
-    chosen = get_implementation(implementation)
-    if deterministic and not chosen.is_deterministic:
-        raise NotImplementedError(
-            f"implementation {chosen.name!r} has no fixed order of sums; deterministic=True needs another"
-        )
+    chosen = get_implementation(implementation, deterministic=deterministic)
     table = _table(mask)
     batch = _check_batch(q, k, v)
     _check_sinks(sinks, q.shape[-2])
     cap = _soft_cap(logits_soft_cap)
     scale = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
     base.check_options(scale, cap)
-    call = _Call(chosen, scale, cap)
+    call = _Call(chosen, scale, cap, return_max_logits)
 
     def attend(q, k, v, sinks, table):
         base.check_operands(q, k, v, table)
@@ -127,11 +136,14 @@ def flex_flash_attention(
     operands = mesh.unify_varying(q, k, v, sinks, table)
     if batch:
         q, k, v = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in operands[:3])
-        out, lse = jax.vmap(attend, in_axes=(0, 0, 0, None, None))(q, k, v, *operands[3:])
-        out, lse = out.reshape(*batch, *out.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
+        attend = jax.vmap(attend, in_axes=(0, 0, 0, None, None))
+        out, lse, max_logits = attend(q, k, v, *operands[3:])
+        out, lse = (x.reshape(*batch, *x.shape[1:]) for x in (out, lse))
+        max_logits = max_of_rows(max_logits) if return_max_logits else None
     else:
-        out, lse = attend(*operands)
-    return (out, lse) if return_residual else out
+        out, lse, max_logits = attend(*operands)
+    results = (out, *([lse] * return_residual), *([max_logits] * return_max_logits))
+    return results if len(results) > 1 else out
 
 
 def dot_product_attention(
@@ -148,7 +160,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: str | Implementation | None = None,
     return_residual: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     """`jax.nn.dot_product_attention` for what it can say without a dense array.
 
     Args:

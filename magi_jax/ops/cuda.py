@@ -51,7 +51,7 @@ class CudaImplementation(base.Implementation):
     @property
     def is_deterministic(self) -> bool:
         """Whether all sums have a fixed order, as those of all kernels but the backward of ``sm90`` have."""
-        return "sm90" not in self.backward_paths
+        return _fixed_order(self.backward_paths) == self.backward_paths
 
     def forward(
         self,
@@ -148,13 +148,19 @@ SM80 = CudaImplementation("sm80", ("sm80",), ("sm80",))
 SM90 = CudaImplementation("sm90", ("sm90",), ("sm90", "sm80"))
 
 
-def for_capability(capability: tuple[int, int]) -> CudaImplementation:
+def _fixed_order(backward_paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the backward paths whose sums have a fixed order."""
+    return tuple(path for path in backward_paths if path != "sm90")
+
+
+def for_capability(capability: tuple[int, int], deterministic: bool = False) -> CudaImplementation:
     """Kernels for a device: on Hopper those of sm90 first, else sm80.
 
     The backward is that of sm80 everywhere, which has passed the conformance suite through JAX.
 
     Args:
         capability: compute capability, such as ``(9, 0)``.
+        deterministic: leave out kernels without a fixed order of sums.
 
     Raises:
         NotImplementedError: the device is older than any kernel.
@@ -162,7 +168,10 @@ def for_capability(capability: tuple[int, int]) -> CudaImplementation:
     paths = tuple(path for path in ("sm90", "sm80") if refusal(path, capability) is None)
     if not paths:
         raise NotImplementedError(refusal("sm80", capability))
-    return CudaImplementation("cuda", paths, ("sm80",))
+    backward_paths: tuple[str, ...] = ("sm80",)
+    return CudaImplementation(
+        "cuda", paths, _fixed_order(backward_paths) if deterministic else backward_paths
+    )
 
 
 def refusal(path: str, capability: tuple[int, int]) -> str | None:

@@ -24,23 +24,35 @@ def implementations() -> tuple[str, ...]:
 
 
 def get_implementation(
-    implementation: str | Implementation | None = None,
+    implementation: str | Implementation | None = None, *, deterministic: bool = False
 ) -> Implementation:
     """The implementation of a name, the one for the default backend, or the given one itself.
 
     Args:
         implementation: a name, an implementation, or None to choose by platform.
+        deterministic: whether equal inputs must give equal bits, gradients included.
 
     Raises:
         ValueError: there is no implementation of that name.
-        NotImplementedError: none is chosen by itself on this platform.
+        NotImplementedError: none is chosen by itself on this platform, or the named one has no fixed
+            order of sums.
     """
+    chosen = _choose(implementation, deterministic)
+    if deterministic and not chosen.is_deterministic:
+        raise NotImplementedError(
+            f"implementation {chosen.name!r} has no fixed order of sums; deterministic=True needs"
+            " another, such as sm80, or None to have one chosen"
+        )
+    return chosen
+
+
+def _choose(implementation: str | Implementation | None, deterministic: bool) -> Implementation:
     if isinstance(implementation, Implementation):
         return implementation
     if implementation is None:
         platform = jax.default_backend()
         if platform == "gpu":
-            return cuda.for_capability(cuda.device_capability())
+            return cuda.for_capability(cuda.device_capability(), deterministic)
         if platform not in _BY_PLATFORM:
             raise NotImplementedError(
                 f"no implementation is chosen by itself on platform {platform!r}; pass one of"

@@ -56,6 +56,11 @@ def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Arr
     return out * kept[..., None], total
 
 
+def max_of_rows(row_max: jax.Array) -> jax.Array:
+    """Largest logit of each head ``[N]`` from those of rows ``[T, N]``; -inf where there is no row."""
+    return jnp.max(jax.lax.stop_gradient(row_max), axis=0, initial=-jnp.inf)
+
+
 def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
     """Gradient of sinks, summed over rows, in their shape; float32.
 

@@ -8,6 +8,7 @@ serve the batch. Sequences with plans of their own (a stacked plan) take turns.
 import jax
 import jax.numpy as jnp
 
+from magi_jax.ops.lse import max_of_rows
 from magi_jax.parallel.region import in_turns
 from magi_jax.parallel.stages import Stages
 from magi_jax.plan import AttentionPlan
@@ -17,14 +18,17 @@ def forward(stages: Stages, operands, plan: AttentionPlan):
     """`Stages.forward` on local ``[T, N, H]`` or ``[B, T, N, H]``; ``plan`` still has its ranks."""
     q, k, v, sinks = operands
     if plan.positions.ndim == 3:
-        return in_turns(
+        *results, max_logits = in_turns(
             lambda arrays, part: _forward(stages, (*arrays, sinks), part), (q, k, v), plan
         )
+        return *results, None if max_logits is None else max_of_rows(max_logits)
     if q.ndim == 3:
         return _forward(stages, operands, plan)
     batch = q.shape[0]
-    out, lse, kept = _forward(stages, _fold_operands(operands), plan)
-    return _unfold(out, batch), _unfold(lse, batch), kept
+    out, lse, kept, max_logits = _forward(stages, _fold_operands(operands), plan)
+    if max_logits is not None:
+        max_logits = max_of_rows(max_logits.reshape(batch, -1))
+    return _unfold(out, batch), _unfold(lse, batch), kept, max_logits
 
 
 def backward(stages: Stages, cotangents, results, operands, plan: AttentionPlan):

@@ -26,13 +26,18 @@ REMOTE_KV_NAME = "remote_kv"
 class DistOptions:
     """Rarely needed options of `dist_attention`. Hashable.
 
+    Partial results of stages are always merged in float32.
+
     Attributes:
+        deterministic: insist on equal bits for equal inputs, gradients included: kernels with a fixed
+            order of sums. The order of sums between ranks is fixed in any case.
         keep_remote_kv: keep the remote keys and values of the forward pass for the backward pass
             instead of fetching them again: less communication, more memory.
         reduce_dtype: dtype in which partial dK and dV travel; None is float32. Sums are in float32.
         transport: transport of the group collectives; None is the portable one.
     """
 
+    deterministic: bool = False
     keep_remote_kv: bool = False
     reduce_dtype: Any = None
     transport: str | None = None
@@ -53,8 +58,9 @@ def dist_attention(
     batch_axes: AxisNames = None,
     head_axis: AxisNames = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     options: DistOptions | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Attention under the mask of ``plan``, exact, with queries, keys and values sharded by rows.
 
     Inside a `shard_map` that is manual over ``axis_name``, arrays hold the ``local_len`` rows of
@@ -83,12 +89,16 @@ def dist_attention(
         batch_axes: automatic mesh axes that B is sharded over.
         head_axis: automatic mesh axes that N and K are sharded over.
         return_lse: whether to return the log-sum-exp too.
+        return_max_logits: whether to return the largest logits too.
         options: see `DistOptions`.
 
     Returns:
         ``out`` with the leading axes of q and last axis Hv, in the dtype of q; rows that see no key
         are zero. With ``return_lse`` also ``lse``, float32, the shape of ``out`` without its last
-        axis; -inf in rows that see no key.
+        axis; -inf in rows that see no key. With ``return_max_logits`` then ``max_logits [N]``,
+        float32: the largest logit of each head, after scale and cap, over all cells that the mask
+        shows on any rank and in any sequence of ``batch_axes`` (QK-clip reads it); over batch axes
+        that are manual already it is the caller's to reduce. It has no derivative.
 
     Raises:
         ValueError: shapes, dtypes, the plan and the mesh do not fit each other.
@@ -102,21 +112,26 @@ def dist_attention(
     specs = find_specs(region, (q, k, v, sinks), plan, batch_axes, head_axis)
     check_operands(region, specs, (q, k, v, sinks), plan)
     stages = Stages(
-        implementation=get_implementation(implementation),
+        implementation=get_implementation(implementation, deterministic=options.deterministic),
         axis_name=axis_name,
         scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
         logits_soft_cap=float(logits_soft_cap or 0.0),
         transport=get_transport(options.transport).name,
         reduce_dtype=None if options.reduce_dtype is None else jnp.dtype(options.reduce_dtype),
         keep_remote_kv=options.keep_remote_kv,
+        with_max_logits=return_max_logits,
     )
     plan = reshard(region, plan, specs.plan)
     sinks = reshard(region, sinks, specs.sinks)
     operands = (q, k, v, sinks)
     if region.is_local:
         operands = make_varying(operands, varying_axes((operands, plan)) | {axis_name})
-    out, lse = _attention(_Call(region, specs, stages), operands, plan)
-    return (out, lse) if return_lse else out
+    out, lse, max_logits = _attention(_Call(region, specs, stages), operands, plan)
+    if return_max_logits and region.is_local:
+        # Here, where JAX tracks that all ranks then hold the same.
+        max_logits = jax.lax.pmax(jax.lax.stop_gradient(max_logits), axis_name)
+    results = (out, *([lse] * return_lse), *([max_logits] * return_max_logits))
+    return results if len(results) > 1 else out
 
 
 @dataclass(frozen=True)
@@ -137,42 +152,52 @@ class _Call:
         """Specs of out, lse and the kept remote keys and values."""
         return self.specs.tensor, self.specs.lse, self.specs.kept
 
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """Axes that rows are split over and that are opened here; to combine over a manual one is the
+        caller's, as for any operand.
+        """
+        return self.specs.batch + self.specs.rows
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call, operands, plan):
-    out, lse, _ = _forward(call, operands, plan)
-    return out, lse
+    out, lse, _, max_logits = _forward(call, operands, plan)
+    return out, lse, max_logits
 
 
 # Jitted, so that layers with equal shapes are traced once.
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(call, operands, plan):
+    def forward(operands, plan):
+        *results, max_logits = batch.forward(call.stages, operands, plan)
+        if max_logits is not None and call.summed_axes:
+            max_logits = jax.lax.pmax(max_logits, call.summed_axes)
+        return *results, max_logits
+
     return run(
         call.region,
-        lambda operands, plan: batch.forward(call.stages, operands, plan),
+        forward,
         (operands, plan),
         in_specs=(call.operand_specs, call.specs.plan),
-        out_specs=call.result_specs,
+        out_specs=(*call.result_specs, call.specs.per_head),
     )
 
 
 def _attention_forward(call, operands, plan):
-    out, lse, kept = _forward(call, operands, plan)
+    out, lse, kept, max_logits = _forward(call, operands, plan)
     # A remat policy that saves these needs no second forward pass.
-    out, lse = checkpoint_name((out, lse), CONTEXT_NAME)
+    out, lse, max_logits = checkpoint_name((out, lse, max_logits), CONTEXT_NAME)
     kept = checkpoint_name(kept, REMOTE_KV_NAME)
-    return (out, lse), (operands, plan, (out, lse, kept))
+    return (out, lse, max_logits), (operands, plan, (out, lse, kept))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(call, cotangents, results, operands, plan):
-    # Rows are split over these axes; a manual one is the caller's to sum over, as for any operand.
-    summed = call.specs.batch + call.specs.rows
-
     def backward(cotangents, results, operands, plan):
         *gradients, dsinks = batch.backward(call.stages, cotangents, results, operands, plan)
-        if dsinks is not None and summed:
-            dsinks = jax.lax.psum(dsinks, summed)
+        if dsinks is not None and call.summed_axes:
+            dsinks = jax.lax.psum(dsinks, call.summed_axes)
         return *gradients, dsinks
 
     return run(
@@ -186,7 +211,7 @@ def _backward(call, cotangents, results, operands, plan):
 
 def _attention_backward(call, residuals, cotangents):
     operands, plan, results = residuals
-    return _backward(call, cotangents, results, operands, plan), None
+    return _backward(call, cotangents[:2], results, operands, plan), None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

@@ -42,6 +42,11 @@ class Specs:
         return P(*self.lse, None)
 
     @property
+    def per_head(self) -> P:
+        """``[N]``."""
+        return P(self.heads)
+
+    @property
     def plan(self) -> P:
         """Every leaf of the plan."""
         return P(*self._batch(self.stacked), self.rows)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from magi_jax.comm import group_cast, group_reduce
 from magi_jax.ops import Implementation, add_sinks, sinks_gradient
+from magi_jax.ops.lse import max_of_rows
 from magi_jax.parallel.overlap import after, barrier, on_communication_stream
 from magi_jax.plan import AttentionPlan, CommMeta
 
@@ -32,6 +33,7 @@ class Stages:
         transport: name of the transport of the group collectives.
         reduce_dtype: dtype in which partial dK and dV travel; sums are made in float32.
         keep_remote_kv: whether the backward pass gets the forward pass's remote keys and values.
+        with_max_logits: whether the forward pass gives the largest logits.
     """
 
     implementation: Implementation
@@ -41,26 +43,30 @@ class Stages:
     transport: str | None
     reduce_dtype: Any
     keep_remote_kv: bool
+    with_max_logits: bool = False
 
     def forward(
         self, operands: Operands, plan: AttentionPlan
-    ) -> tuple[jax.Array, jax.Array, tuple[KeysValues, ...]]:
-        """Returns ``out [T, N, Hv]`` in the dtype of q, ``lse [T, N]`` float32, and the remote keys
-        and values of each stage if they are kept.
+    ) -> tuple[jax.Array, jax.Array, tuple[KeysValues, ...], jax.Array | None]:
+        """Returns ``out [T, N, Hv]`` in the dtype of q, ``lse [T, N]`` float32, the remote keys and
+        values of each stage if they are kept, and the largest logits ``[N]`` of this rank's rows if
+        they are asked for.
         """
         q, k, v, sinks = operands
-        options = self._kernel_options()
+        options = self._kernel_options() | {"with_row_max": self.with_max_logits}
         attend = self.implementation.forward
         remote = _Prefetch(self, (k, v), plan.comm)
-        out, lse = attend(q, k, v, plan.calc[0], out_dtype=jnp.float32, **options)
+        out, lse, *row_max = attend(q, k, v, plan.calc[0], out_dtype=jnp.float32, **options)
         kept = []
         for stage, table in enumerate(plan.calc[1:]):
             keys_values, merged = remote.take(stage, (out, lse))
             kept.append(keys_values)
-            out, lse = attend(q, *keys_values, table, accumulate=merged, **options)
+            out, lse, *more = attend(q, *keys_values, table, accumulate=merged, **options)
+            row_max = list(map(jnp.maximum, row_max, more))
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
-        return out.astype(q.dtype), lse, tuple(kept) if self.keep_remote_kv else ()
+        max_logits = max_of_rows(row_max[0]) if row_max else None
+        return out.astype(q.dtype), lse, tuple(kept) if self.keep_remote_kv else (), max_logits
 
     def backward(
         self,
@@ -73,7 +79,7 @@ class Stages:
 
         Args:
             cotangents: of ``out`` and ``lse``.
-            results: what `forward` returned.
+            results: the first three of what `forward` returned.
             operands: ``q, k, v, sinks``.
             plan: the rank's part of the plan.
         """
