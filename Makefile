@@ -14,7 +14,7 @@ ARGS ?=
 JOBS ?= 2
 
 BIN := $(VENV)/bin
-PYTHON_SOURCES := magi_jax tests examples tools $(wildcard benchmarks/*.py)
+PYTHON_SOURCES := magi_jax tests examples tools benchmarks
 CPP_SOURCES = $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help setup demo test lint format build clean
