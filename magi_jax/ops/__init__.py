@@ -1,10 +1,11 @@
 """Attention on one device."""
 
-from magi_jax.ops.api import CONTEXT_NAME, dot_product_attention, flex_flash_attention
+from magi_jax.ops.api import CONTEXT_NAME, flex_flash_attention
 from magi_jax.ops.base import Implementation
+from magi_jax.ops.dot_product import dot_product_attention
 from magi_jax.ops.ffi import build_info
 from magi_jax.ops.implementations import get_implementation, implementations
-from magi_jax.ops.lse import add_sinks, max_of_rows, merge, sinks_gradient
+from magi_jax.ops.lse import add_sinks, merge, sinks_gradient
 
 __all__ = [
     "CONTEXT_NAME",
@@ -15,7 +16,6 @@ __all__ = [
     "flex_flash_attention",
     "get_implementation",
     "implementations",
-    "max_of_rows",
     "merge",
     "sinks_gradient",
 ]

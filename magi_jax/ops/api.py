@@ -3,14 +3,13 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from magi_jax import masks, mesh
+from magi_jax import mesh
 from magi_jax.masks import AttnMask
 from magi_jax.ops import base
 from magi_jax.ops.base import Implementation
@@ -144,86 +143,6 @@ def flex_flash_attention(
         out, lse, max_logits = attend(*operands)
     results = (out, *([lse] * return_residual), *([max_logits] * return_max_logits))
     return results if len(results) > 1 else out
-
-
-def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
-    implementation: str | Implementation | None = None,
-    return_residual: bool = False,
-) -> jax.Array | tuple[jax.Array, ...]:
-    """`jax.nn.dot_product_attention` for what it can say without a dense array.
-
-    Args:
-        query: ``[B, T, N, H]`` or ``[T, N, H]``.
-        key: ``[B, S, K, H]`` or ``[S, K, H]``.
-        value: ``[B, S, K, Hv]`` or ``[S, K, Hv]``.
-        bias: refused.
-        mask: refused.
-        scale: factor of the logits; None is ``H ** -0.5``.
-        is_causal: query t sees keys up to t (aligned top-left).
-        query_seq_lengths: refused.
-        key_value_seq_lengths: refused.
-        local_window_size: ``(left, right)``, keys ``t - left .. t + right``, None = unbounded; one integer
-            stands for both.
-        implementation: name of a kernel; None chooses by platform.
-        return_residual: whether to return the log-sum-exp too, ``[B, T, N]`` or ``[T, N]``.
-
-    Returns:
-        As `flex_flash_attention`.
-
-    Raises:
-        NotImplementedError: an argument that needs a dense array or lengths known on the device only.
-        ValueError: shapes, dtypes or options do not fit each other.
-    """
-    _refuse("bias", bias, "a dense bias needs T x S memory; leave it out")
-    _refuse(
-        "mask", mask, "call flex_flash_attention with magi_jax.masks.from_dense(mask) or a builder"
-    )
-    _refuse(
-        "query_seq_lengths",
-        query_seq_lengths,
-        "call flex_flash_attention with magi_jax.masks.varlen(lengths)",
-    )
-    _refuse(
-        "key_value_seq_lengths",
-        key_value_seq_lengths,
-        "call flex_flash_attention with magi_jax.masks.varlen(lengths)",
-    )
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim not in (3, 4):
-            raise ValueError(
-                f"{name} must have 3 or 4 dimensions, [B, T, N, H] or [T, N, H]; got {x.shape}"
-            )
-    if local_window_size is None or isinstance(local_window_size, int):
-        window = (local_window_size, local_window_size)
-    else:
-        window = local_window_size
-    attn_mask = masks.local(query.shape[-3], key.shape[-3], window=window, causal=is_causal)
-    return flex_flash_attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        scale=scale,
-        return_residual=return_residual,
-        implementation=implementation,
-    )
-
-
-def _refuse(name: str, value: Any, instead: str) -> None:
-    if value is not None:
-        raise NotImplementedError(f"dot_product_attention does not take {name}: {instead}")
 
 
 def _table(mask: AttnMask | SliceTable) -> SliceTable:

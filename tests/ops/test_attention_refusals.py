@@ -7,7 +7,7 @@ import ops_problem as problem
 import pytest
 
 from magi_jax import masks
-from magi_jax.ops import dot_product_attention, ffi, flex_flash_attention, get_implementation
+from magi_jax.ops import ffi, flex_flash_attention, get_implementation
 from magi_jax.plan import slice_table
 
 MASK = masks.causal(8)
@@ -68,37 +68,6 @@ def test_reference_stops_before_memory_does():
     x = jax.ShapeDtypeStruct((size, 1, 8), jnp.float32)
     with pytest.raises(NotImplementedError, match="holds all 1600000000 logits"):
         jax.eval_shape(lambda x: attend(x, x, x, masks.causal(size), implementation="reference"), x)
-
-
-@pytest.mark.parametrize(
-    ("argument", "advice"),
-    [
-        ({"bias": zeros(1, 1, 8, 8)}, "bias: .*leave it out"),
-        ({"mask": np.ones((1, 1, 8, 8), bool)}, "mask: call flex_flash_attention"),
-        ({"query_seq_lengths": np.array([3])}, r"varlen\(lengths\)"),
-        ({"key_value_seq_lengths": np.array([3])}, r"varlen\(lengths\)"),
-    ],
-)
-def test_dot_product_attention_says_what_to_do(argument, advice):
-    x = zeros(1, 8, 2, 4)
-    with pytest.raises(NotImplementedError, match=advice):
-        dot_product_attention(x, x, x, **argument)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("window", [None, 3, (5, 2), (0, 4)])
-@pytest.mark.parametrize("lengths", [(37, 37), (20, 41)])
-def test_dot_product_attention_means_what_jax_means(is_causal, window, lengths, rng):
-    q_len, k_len = lengths
-    q = jnp.asarray(rng.standard_normal((2, q_len, 4, 8)), jnp.float32)
-    k, v = jnp.asarray(rng.standard_normal((2, 2, k_len, 2, 8)), jnp.float32)
-    options = {"is_causal": is_causal, "local_window_size": window, "return_residual": True}
-    out, lse = dot_product_attention(q, k, v, **options)
-    right_out, right_lse = jax.nn.dot_product_attention(q, k, v, **options)
-    np.testing.assert_allclose(out, right_out, atol=3e-6)
-    np.testing.assert_allclose(lse, right_lse, atol=3e-6)
-    single = dot_product_attention(q[0], k[0], v[0], is_causal=is_causal, local_window_size=window)
-    np.testing.assert_allclose(single, out[0], atol=1e-6)
 
 
 def damaged(leaf, index, value, walk=None):
