@@ -1,7 +1,6 @@
 """`dot_product_attention`: the signature and meaning of jax.nn's, through masks of band slices."""
 
-from collections.abc import Sequence
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +76,12 @@ def dot_product_attention(
     if local_window_size is None or isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
     band = masks.local(q_len, k_len, window=local_window_size, causal=is_causal)
-    options = {"scale": scale, "implementation": implementation, "return_residual": return_residual}
+    attend = functools.partial(
+        flex_flash_attention,
+        scale=scale,
+        implementation=implementation,
+        return_residual=return_residual,
+    )
     each = [band]
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
         q_lengths = _lengths("query_seq_lengths", query_seq_lengths, batch, q_len)
@@ -91,18 +95,11 @@ def dot_product_attention(
             for i in range(max(len(each), len(dense)))
         ]
     if len(each) == 1:
-        return flex_flash_attention(query, key, value, each[0], **options)
-    return _one_sequence(query, key, value, each, options)
-
-
-def _one_sequence(
-    query: jax.Array, key: jax.Array, value: jax.Array, each: Sequence[AttnMask], options: dict
-) -> Any:
-    """A batch whose sequences have masks of their own, as one sequence of documents."""
-    operands = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
-    results = flex_flash_attention(*operands, masks.concatenate(each), **options)
-    lead = query.shape[:-2]
-    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), results)
+        return attend(query, key, value, each[0])
+    # Sequences with masks of their own are documents of one long sequence.
+    q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
+    results = attend(q, k, v, masks.concatenate(each))
+    return jax.tree.map(lambda x: x.reshape(*query.shape[:-2], *x.shape[1:]), results)
 
 
 def _lengths(name: str, lengths: ArrayLike | None, batch: int, limit: int) -> list[int]:
