@@ -1,6 +1,8 @@
 """`dot_product_attention`: the signature and meaning of jax.nn's, through masks of band slices."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +78,7 @@ def dot_product_attention(
     if local_window_size is None or isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
     band = masks.local(q_len, k_len, window=local_window_size, causal=is_causal)
-    attend = functools.partial(
+    attend: Callable[..., Any] = functools.partial(
         flex_flash_attention,
         scale=scale,
         implementation=implementation,
