@@ -75,8 +75,10 @@ def dist_attention(
 
     Args:
         q: ``[T, N, H]`` or ``[B, T, N, H]``, floating.
-        k: ``[T, K, H]`` or ``[B, T, K, H]``, dtype of q; N is a multiple of K.
-        v: ``[T, K, Hv]`` or ``[B, T, K, Hv]``, dtype of q.
+        k: ``[S, K, H]`` or ``[B, S, K, H]``, dtype of q; N is a multiple of K. S is T but for
+            cross-attention (`AttentionPlan.with_mask` with ``keys``), where keys have the rows that
+            their own plan gives them, or are whole on every rank.
+        v: ``[S, K, Hv]`` or ``[B, S, K, Hv]``, dtype of q.
         plan: one plan for all sequences, or a stacked plan with a replica for each. Inside a
             `shard_map` its leaves may be sharded over ``axis_name`` or whole.
         axis_name: mesh axis that rows are sharded over.
@@ -120,6 +122,8 @@ def dist_attention(
         reduce_dtype=None if options.reduce_dtype is None else jnp.dtype(options.reduce_dtype),
         keep_remote_kv=options.keep_remote_kv,
         with_max_logits=return_max_logits,
+        # Ranks that all hold the keys each have a part of their gradient.
+        shared_key_axes=specs.rows if specs.keys_replicated else (),
     )
     plan = reshard(region, plan, specs.plan)
     sinks = reshard(region, sinks, specs.sinks)
@@ -145,7 +149,7 @@ class _Call:
     @property
     def operand_specs(self):
         """Specs of q, k, v and sinks."""
-        return (self.specs.tensor,) * 3 + (self.specs.sinks,)
+        return self.specs.tensor, self.specs.keys, self.specs.keys, self.specs.sinks
 
     @property
     def result_specs(self):

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from magi_jax.parallel.region import AxisNames, Region, as_tuple, check_axes, explicit_entries
 from magi_jax.parallel.stages import Operands
 from magi_jax.plan import AttentionPlan
+from magi_jax.plan.spec import OTHER_KEYS, REPLICATED_KEYS
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Specs:
         batched: whether arrays have a batch axis.
         stacked: whether the plan has a replica for each sequence of the batch.
         sinks_rank: dimensions of the sinks.
+        keys_replicated: whether every rank has all keys and values.
     """
 
     batch: tuple[str, ...]
@@ -30,6 +32,7 @@ class Specs:
     batched: bool
     stacked: bool
     sinks_rank: int
+    keys_replicated: bool
 
     @property
     def lse(self) -> P:
@@ -40,6 +43,12 @@ class Specs:
     def tensor(self) -> P:
         """``[B, T, N, H]`` or ``[T, N, H]``."""
         return P(*self.lse, None)
+
+    @property
+    def keys(self) -> P:
+        """``[B, S, K, H]`` or ``[S, K, H]``."""
+        rows = () if self.keys_replicated else self.rows
+        return P(*self._batch(self.batched), rows, self.heads, None)
 
     @property
     def per_head(self) -> P:
@@ -82,14 +91,14 @@ def find_specs(
     if as_tuple(batch_axes) and not batched:
         raise ValueError(f"batch_axes={batch_axes!r}, but q has no batch axis: shape {q.shape}")
     _refuse_unnamed_axes(region, batch_axes, head_axis)
-    batch, heads = _explicit_specs(region, q, k, v, batched)
+    replicated = plan.spec.keys == REPLICATED_KEYS
+    batch, heads = _explicit_specs(region, q, k, v, batched, replicated)
     automatic = region.automatic_axes
     batch += tuple(axis for axis in as_tuple(batch_axes) if axis in automatic)
     heads += tuple(axis for axis in as_tuple(head_axis) if axis in automatic)
     rows = () if region.is_local else (region.axis_name,)
-    return Specs(
-        batch, rows, heads, batched, plan.positions.ndim == 3, 0 if sinks is None else sinks.ndim
-    )
+    stacked, sinks_rank = plan.positions.ndim == 3, 0 if sinks is None else sinks.ndim
+    return Specs(batch, rows, heads, batched, stacked, sinks_rank, replicated)
 
 
 def _refuse_unnamed_axes(region, batch_axes, head_axis):
@@ -107,9 +116,12 @@ def _refuse_unnamed_axes(region, batch_axes, head_axis):
         )
 
 
-def _explicit_specs(region, q, k, v, batched):
+def _explicit_specs(region, q, k, v, batched, keys_replicated):
     """Axes of batch, rows and heads in the types of q, k and v, which must agree."""
     q_entries, k_entries, v_entries = (explicit_entries(region, x) for x in (q, k, v))
+    if keys_replicated:
+        _check_replicated(k, v, k_entries, v_entries)
+        k_entries[-3] = v_entries[-3] = q_entries[-3]
     if not q_entries == k_entries == v_entries:
         shardings = ", ".join(f"{n}: {jax.typeof(x)}" for n, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"q, k and v must be sharded alike; got {shardings}")
@@ -125,6 +137,14 @@ def _explicit_specs(region, q, k, v, batched):
     return batch, heads
 
 
+def _check_replicated(k, v, k_entries, v_entries):
+    if k_entries[-3] or v_entries[-3]:
+        raise ValueError(
+            "the plan is for keys that every rank holds, but the rows of k or v are sharded; got k:"
+            f" {jax.typeof(k)}, v: {jax.typeof(v)}"
+        )
+
+
 def check_operands(region: Region, specs: Specs, operands: Operands, plan: AttentionPlan) -> None:
     """Refuses operands that do not fit the plan or the mesh; shapes are as the caller sees them."""
     q, k, v, sinks = operands
@@ -133,15 +153,18 @@ def check_operands(region: Region, specs: Specs, operands: Operands, plan: Atten
             f"the plan is for {plan.cp_size} ranks, but mesh axis {region.axis_name!r} has"
             f" {region.cp_size}"
         )
-    rows = plan.spec.local_len * (1 if region.is_local else region.cp_size)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.shape[-3] != rows:
-            raise ValueError(
-                f"{name} has {x.shape[-3]} rows, but the plan lays {rows} out"
-                f" ({plan.spec.local_len} per"
-                f" rank{'' if region.is_local else f', {region.cp_size} ranks'});"
-                f" bring tokens there with dispatch(x, plan, {region.axis_name!r})"
-            )
+    key_rows, key_plan = plan.spec.calc[0].k_len, "plan"
+    if plan.spec.keys == OTHER_KEYS:
+        key_plan = "plan_of_the_keys"
+    _check_rows(region, "q", q, plan.spec.local_len, "plan")
+    for name, x in (("k", k), ("v", v)):
+        if specs.keys_replicated:
+            if x.shape[-3] != key_rows:
+                raise ValueError(
+                    f"{name} has {x.shape[-3]} rows, but the plan is for {key_rows} keys on every rank"
+                )
+        else:
+            _check_rows(region, name, x, key_rows, key_plan)
     _check_heads(region, specs, q, k)
     if specs.batched:
         _check_batch(region, specs, q, plan)
@@ -153,6 +176,16 @@ def check_operands(region: Region, specs: Specs, operands: Operands, plan: Atten
         raise ValueError(f"sinks must be [N] or [X, N] with N = {q.shape[-2]}, got {sinks.shape}")
 
 
+def _check_rows(region, name, x, local_len, plan_name):
+    ranks = 1 if region.is_local else region.cp_size
+    if x.shape[-3] != local_len * ranks:
+        raise ValueError(
+            f"{name} has {x.shape[-3]} rows, but the plan lays {local_len * ranks} out"
+            f" ({local_len} per rank{'' if region.is_local else f', {ranks} ranks'});"
+            f" bring tokens there with dispatch(x, {plan_name}, {region.axis_name!r})"
+        )
+
+
 def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     """Refuses operands that are no attention, whatever the plan."""
     shapes = f"got {q.shape=} {k.shape=} {v.shape=}"
@@ -162,7 +195,7 @@ def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1] and q.shape[:-3] == k.shape[:-3]
     )
     if not same:
-        raise ValueError(f"expected q [*B, T, N, H], k [*B, T, K, H], v [*B, T, K, Hv]; {shapes}")
+        raise ValueError(f"expected q [*B, T, N, H], k [*B, S, K, H], v [*B, S, K, Hv]; {shapes}")
     if not k.shape[-2] or q.shape[-2] % k.shape[-2]:
         raise ValueError(
             f"q has {q.shape[-2]} heads, which is not a multiple of the {k.shape[-2]} of k;"

@@ -34,6 +34,7 @@ class Stages:
         reduce_dtype: dtype in which partial dK and dV travel; sums are made in float32.
         keep_remote_kv: whether the backward pass gets the forward pass's remote keys and values.
         with_max_logits: whether the forward pass gives the largest logits.
+        shared_key_axes: axes over which all ranks hold the same keys, whose gradients are summed.
     """
 
     implementation: Implementation
@@ -44,6 +45,7 @@ class Stages:
     reduce_dtype: Any
     keep_remote_kv: bool
     with_max_logits: bool = False
+    shared_key_axes: tuple[str, ...] = ()
 
     def forward(
         self, operands: Operands, plan: AttentionPlan
@@ -107,7 +109,7 @@ class Stages:
             returning = self._send_back(stage_dkv, plan.comm[stage])
         if returning is not None:
             dkv = jax.tree.map(jnp.add, dkv, returning)
-        dk, dv = dkv
+        dk, dv = self._sum_shared(dkv)
         dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
 
@@ -120,6 +122,12 @@ class Stages:
             lambda kv, comm: group_cast(kv, comm, self.axis_name, transport=self.transport)
         )
         return cast(keys_values, comm)
+
+    def _sum_shared(self, dkv):
+        if not self.shared_key_axes:
+            return dkv
+        wire = [x.astype(self.reduce_dtype or x.dtype) for x in dkv]
+        return jax.lax.psum(wire, self.shared_key_axes)
 
     def _send_back(self, partials, comm):
         reduce = on_communication_stream(

@@ -13,7 +13,9 @@ import numpy as np
 
 from magi_jax.masks import AttnMask
 from magi_jax.plan.lay_out import (
+    Keys,
     Machine,
+    check_cross_mask,
     check_mask,
     frame_of,
     lay_out_dispatch,
@@ -24,7 +26,7 @@ from magi_jax.plan.lay_out import (
 )
 from magi_jax.plan.plot import plot_plan
 from magi_jax.plan.report import PlanReport, make_report, require_concrete
-from magi_jax.plan.spec import PlanSpec
+from magi_jax.plan.spec import OTHER_KEYS, OWN_KEYS, REPLICATED_KEYS, PlanSpec
 from magi_jax.plan.tables import Array, CommMeta, DispatchMeta, SliceTable, local_part
 from magi_jax.solver.cost_model import CostModel
 
@@ -104,9 +106,11 @@ class AttentionPlan:
 
         Raises:
             ImportError: matplotlib is not installed.
-            ValueError: the plan is traced, stacked or local.
+            ValueError: the plan is traced, stacked or local, or its keys are other tokens.
         """
         require_concrete(self, "plot")
+        if self.spec.keys != OWN_KEYS:
+            raise ValueError("plot() draws self-attention; the keys of this plan are other tokens")
         plot_plan(self, path)
 
     def fingerprint(self) -> str:
@@ -125,13 +129,22 @@ class AttentionPlan:
         return digest.hexdigest()[:32]
 
     def with_mask(
-        self, mask: AttnMask, *, overlap: int | str = "auto", spec: PlanSpec | None = None
+        self,
+        mask: AttnMask,
+        *,
+        keys: "AttentionPlan | str | None" = None,
+        overlap: int | str = "auto",
+        spec: PlanSpec | None = None,
     ) -> "AttentionPlan":
         """Plans another mask on the same dispatch, so that layers with both share one layout of
-        tokens.
+        tokens; or cross-attention of these tokens to others.
 
         Args:
-            mask: a square mask, at most ``spec.seq_len`` long.
+            mask: a square mask, at most ``spec.seq_len`` long; with ``keys`` a mask of these queries
+                and those keys.
+            keys: where the keys of cross-attention are: the plan that dispatched them (such as that
+                of an encoder), or "replicated" for all ``mask.k_len`` of them on every rank, which
+                needs no communication. None for the tokens of this plan.
             overlap: number of remote stages, or "auto".
             spec: sizes to lay the plan out in; None takes this plan's for the dispatch and the
                 mask's own for the stages.
@@ -142,16 +155,35 @@ class AttentionPlan:
         started = time.perf_counter()
         require_concrete(self, "with_mask")
         frame = frame_of(self.spec)
-        check_mask(mask, frame.seq_len)
+        kind, others = self._keys_of(mask, keys)
         layout = layout_of(self.dispatch, self.cp_size)
         dispatched, rolls = self.dispatch, self.rolls
         if spec is not None:
             require_frame(spec, frame)
             dispatched, rolls = lay_out_dispatch(layout, frame, spec)
-        calc, comm = lay_out_stages(mask.slices, layout, frame, overlap, spec, Machine())
-        sizes = make_spec(frame, dispatched, rolls, calc, comm)
+        calc, comm = lay_out_stages(mask.slices, layout, frame, overlap, spec, Machine(), others)
+        sizes = make_spec(frame, dispatched, rolls, calc, comm, kind)
         planning_ms = (time.perf_counter() - started) * 1e3
         return AttentionPlan(dispatched, calc, comm, rolls, sizes, planning_ms)
+
+    def _keys_of(self, mask, keys) -> tuple[str, Keys | None]:
+        """Checks a mask against the tokens that it speaks of, and says where the keys are."""
+        if keys is None:
+            check_mask(mask, self.spec.seq_len)
+            return OWN_KEYS, None
+        if isinstance(keys, str):
+            if keys != REPLICATED_KEYS:
+                raise ValueError(f'keys must be a plan, "{REPLICATED_KEYS}" or None, got {keys!r}')
+            check_cross_mask(mask, self.spec.seq_len, mask.k_len)
+            return REPLICATED_KEYS, Keys(None, mask.k_len)
+        require_concrete(keys, "with_mask")
+        if keys.cp_size != self.cp_size:
+            raise ValueError(
+                f"the keys are on {keys.cp_size} ranks, the queries on {self.cp_size}; both must share"
+                " the ranks of one mesh axis"
+            )
+        check_cross_mask(mask, self.spec.seq_len, keys.spec.seq_len)
+        return OTHER_KEYS, Keys(layout_of(keys.dispatch, keys.cp_size), keys.spec.local_len)
 
 
 def stack_plans(plans: Sequence[AttentionPlan]) -> AttentionPlan:

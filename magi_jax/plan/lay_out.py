@@ -7,7 +7,14 @@ import numpy as np
 
 from magi_jax.masks import AttnMask
 from magi_jax.plan.slice_table import build_table, exact_spec, pad_entries, pad_table
-from magi_jax.plan.spec import MIN_BUFFER_ROWS, MIN_SEGMENTS, CommSpec, PlanSpec, bucket
+from magi_jax.plan.spec import (
+    MIN_BUFFER_ROWS,
+    MIN_SEGMENTS,
+    OWN_KEYS,
+    CommSpec,
+    PlanSpec,
+    bucket,
+)
 from magi_jax.plan.tables import CommMeta, DispatchMeta, SliceTable
 from magi_jax.solver import remote, stages, timeline, transfer
 from magi_jax.solver.cost_model import CostModel
@@ -34,6 +41,13 @@ class Machine(NamedTuple):
     cost_model: CostModel = CostModel()
 
 
+class Keys(NamedTuple):
+    """Where keys are, if not with the queries; ``layout`` is None for all of them on every rank."""
+
+    layout: Layout | None
+    local_len: int
+
+
 def frame_of(spec: PlanSpec) -> Frame:
     """The identities of a spec."""
     return Frame(*(getattr(spec, name) for name in Frame._fields))
@@ -55,14 +69,26 @@ def check_mask(mask: AttnMask, seq_len: int) -> None:
     """Raises ValueError unless a mask is square and fits into the sequence."""
     if mask.q_len != mask.k_len:
         raise ValueError(
-            "a plan is for self-attention, whose queries and keys are the same tokens; the mask has"
-            f" q_len={mask.q_len} and k_len={mask.k_len}"
+            "make_plan is for self-attention, whose queries and keys are the same tokens; the mask has"
+            f" q_len={mask.q_len} and k_len={mask.k_len} (for cross-attention plan the queries' own"
+            " sequence and call plan.with_mask(mask, keys=...))"
         )
     if mask.q_len > seq_len:
         raise ValueError(f"the mask has {mask.q_len} tokens, the sequence only {seq_len}")
 
 
-def make_spec(frame: Frame, dispatched: DispatchMeta, rolls, calc, comm) -> PlanSpec:
+def check_cross_mask(mask: AttnMask, q_len: int, k_len: int) -> None:
+    """Raises ValueError unless a mask fits into the sequences of queries and of keys."""
+    if mask.q_len > q_len or mask.k_len > k_len:
+        raise ValueError(
+            f"the mask has {mask.q_len} queries and {mask.k_len} keys, the sequences have only"
+            f" {q_len} and {k_len}"
+        )
+
+
+def make_spec(
+    frame: Frame, dispatched: DispatchMeta, rolls, calc, comm, keys: str = OWN_KEYS
+) -> PlanSpec:
     """Reads the spec off finished tables."""
     return PlanSpec(
         **frame._asdict(),
@@ -71,6 +97,7 @@ def make_spec(frame: Frame, dispatched: DispatchMeta, rolls, calc, comm) -> Plan
         comm=tuple(meta.spec for meta in comm),
         transfer=dispatched.transfer.spec,
         rolls=tuple(meta.spec for meta in rolls),
+        keys=keys,
     )
 
 
@@ -115,28 +142,39 @@ def lay_out_stages(
     overlap: int | str,
     spec: PlanSpec | None,
     machine: Machine,
+    keys: Keys | None = None,
 ) -> tuple[tuple[SliceTable, ...], tuple[CommMeta, ...]]:
     """Solves what crosses ranks and what each rank computes: (``calc``, ``comm``) of a plan."""
     cut = remote.cut_queries(slices, layout)
-    far = remote.remote_ranges(cut, layout)
+    keys = Keys(layout, frame.local_len) if keys is None else keys
+    if keys.layout is None:
+        work = stages.whole_key_slices(cut)
+        return _lay_out_tables([work], [keys.local_len], frame, spec, machine), ()
+    far = remote.remote_ranges(cut, keys.layout)
     num_stages = _num_remote_stages(frame, overlap, spec)
     if num_stages is None:
-        num_stages = _auto_num_stages(cut, far, layout, frame, machine)
+        num_stages = _auto_num_stages(cut, far, keys.layout, frame, machine)
     if num_stages > 1:
         far = remote.split_stages(far, num_stages, frame.cp_size)
     comm = tuple(
         _comm_meta(
             transfer.stage_pieces(far, stage),
-            CommSpec(frame.cp_size, frame.local_len, 0, 0, 0, 0),
+            CommSpec(frame.cp_size, keys.local_len, 0, 0, 0, 0),
             None if spec is None else spec.comm[stage],
             f"spec.comm[{stage}]",
         )
         for stage in range(num_stages)
     )
-    buffers = (frame.local_len, *(meta.dst_rows for meta in comm))
+    buffers = [keys.local_len, *(meta.dst_rows for meta in comm)]
+    works = stages.stage_slices(cut, far, keys.layout, num_stages)
+    return _lay_out_tables(works, buffers, frame, spec, machine), comm
+
+
+def _lay_out_tables(works, buffers, frame: Frame, spec: PlanSpec | None, machine: Machine):
+    """Slice tables of the work of each stage; ``buffers`` has the rows of its keys."""
     calc = []
-    for i, work in enumerate(stages.stage_slices(cut, far, layout, num_stages)):
-        lengths = frame.local_len, buffers[i]
+    for i, (work, k_len) in enumerate(zip(works, buffers, strict=True)):
+        lengths = frame.local_len, k_len
         table = build_table(
             work.slices, work.rank, frame.cp_size, *lengths, frame.tile_size, machine.engine
         )
@@ -145,7 +183,7 @@ def lay_out_stages(
         if problem := wanted.shortfall(needed, f"spec.calc[{i}]"):
             raise _does_not_fit(problem)
         calc.append(pad_table(table, wanted))
-    return tuple(calc), comm
+    return tuple(calc)
 
 
 def layout_of(dispatched: DispatchMeta, cp_size: int) -> Layout:

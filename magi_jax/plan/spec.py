@@ -17,6 +17,10 @@ MIN_BUFFER_ROWS = 128  # rows of a received buffer: one tile
 MIN_SEGMENTS = 4  # segments of a rank
 
 
+# Where the keys of a plan are: with its queries, in another plan's dispatch, or whole on every rank.
+OWN_KEYS, OTHER_KEYS, REPLICATED_KEYS = "own", "other", "replicated"
+
+
 def bucket(size: int, minimum: int = 1) -> int:
     """Rounds ``max(size, minimum)`` up to 1, 1.25, 1.5 or 1.75 times a power of two."""
     size = max(int(size), minimum)
@@ -176,6 +180,7 @@ class PlanSpec(_Sizes):
         comm: sizes of the cast that feeds stage ``i + 1``.
         transfer: sizes of the transfer from the contiguous layout to the dispatched one.
         rolls: sizes of each roll.
+        keys: `OWN_KEYS`, `OTHER_KEYS` or `REPLICATED_KEYS`; ``calc[0].k_len`` are the rows of each rank.
     """
 
     cp_size: int
@@ -189,6 +194,7 @@ class PlanSpec(_Sizes):
     comm: tuple[CommSpec, ...]
     transfer: CommSpec
     rolls: tuple[CommSpec, ...]
+    keys: str = OWN_KEYS
 
     @property
     def num_remote_stages(self) -> int:

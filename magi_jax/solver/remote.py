@@ -58,7 +58,8 @@ def cut_queries(slices: np.ndarray, layout: Layout) -> QueryCut:
 
 
 def remote_ranges(cut: QueryCut, layout: Layout) -> Remote:
-    """Exactly the distinct keys that each rank sees and does not own, all in stage 0.
+    """Exactly the distinct keys that each rank sees and does not own, all in stage 0; ``layout`` is
+    that of the keys.
 
     The visible keys of a tight slice have no holes, so the union of key ranges is the set of keys
     read.

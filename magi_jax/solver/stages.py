@@ -32,7 +32,7 @@ def stage_slices(
     cut: QueryCut, remote: Remote, layout: Layout, num_remote_stages: int
 ) -> list[StageSlices]:
     """Local slices of every stage: stage 0 reads the rank's own keys, stage ``i + 1`` remote stage
-    ``i``.
+    ``i``. ``layout`` is that of the keys.
     """
     segments = _key_segments(remote, layout)
     # Ranks are lifted onto one axis, so that one join serves all of them.
@@ -55,6 +55,11 @@ def stage_slices(
     return [
         StageSlices(pieces[a:b], group[a:b] % layout.cp_size) for a, b in itertools.pairwise(first)
     ]
+
+
+def whole_key_slices(cut: QueryCut) -> StageSlices:
+    """Local slices of each rank where all of them hold all keys."""
+    return StageSlices(*_join_rectangles(bands.shift(cut.slices, cut.q_offset, 0), cut.rank))
 
 
 def _join_rectangles(slices: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

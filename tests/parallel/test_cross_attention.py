@@ -1,0 +1,194 @@
+"""Queries and keys that are different tokens: dispatched apart, or keys whole on every rank."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_problem import expected, make_mesh, random_problem, value_and_grads
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from magi_jax import masks
+from magi_jax.parallel import DistOptions, dispatch, dist_attention, undispatch
+from magi_jax.plan import PlanConfig, make_plan, stack_plans
+from magi_jax.testing import cases, hlo
+
+Q_LEN, K_LEN = 53, 91
+DECODER = make_plan(masks.causal(Q_LEN), 4, PlanConfig(chunk_size=4))
+ENCODER = make_plan(masks.varlen([40, 51]), 4, PlanConfig(chunk_size=8))
+
+
+def cross_problem(rng):
+    """Queries, cotangents and sinks of one problem, keys and values of a longer one."""
+    problem, other = random_problem(rng, Q_LEN), random_problem(rng, K_LEN)
+    return problem._replace(k=other.k, v=other.v)
+
+
+def cross_masks(rng):
+    return {
+        "documents": masks.varlen([20, 0, 33], k_lengths=[50, 7, 34]),
+        "random": cases.random_mask(rng, Q_LEN, K_LEN, 9),
+        "fewer_rows": masks.full(Q_LEN - 6, K_LEN - 11),
+    }
+
+
+def placed(problem, keys):
+    rows = {name: dispatch(getattr(problem, name), DECODER) for name in ("q", "dout", "dlse")}
+    if keys != "replicated":
+        rows |= {name: dispatch(getattr(problem, name), ENCODER) for name in ("k", "v")}
+    return problem._replace(**rows)
+
+
+def check(answer, keys, wanted, tolerance=2e-5):
+    for name in answer._fields:
+        got = np.asarray(getattr(answer, name), np.float64)
+        if name in ("out", "lse", "dq"):
+            got = undispatch(got, DECODER)
+        elif name in ("dk", "dv") and keys != "replicated":
+            got = undispatch(got, ENCODER)
+        want = getattr(wanted, name)
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def attend(plan, **options):
+    return lambda q, k, v, sinks: dist_attention(
+        q, k, v, plan, sinks=sinks, return_lse=True, **options
+    )
+
+
+@pytest.mark.parametrize("name", ["documents", "random", "fewer_rows"])
+@pytest.mark.parametrize("keys", [ENCODER, "replicated"], ids=["dispatched", "replicated"])
+def test_results_and_gradients(name, keys, rng):
+    mask, problem = cross_masks(rng)[name], cross_problem(rng)
+    plan = DECODER.with_mask(mask, keys=keys)
+    run = jax.jit(lambda p, plan: value_and_grads(attend(plan, mesh=make_mesh(cp=4)), p))
+    whole = masks.AttnMask(mask.slices, Q_LEN, K_LEN)
+    if keys == "replicated":
+        problem = problem._replace(k=problem.k[: mask.k_len], v=problem.v[: mask.k_len])
+        whole = masks.AttnMask(mask.slices, Q_LEN, mask.k_len)
+    lowered = run.lower(placed(problem, keys), plan)
+    check(lowered.compile()(placed(problem, keys), plan), keys, expected(problem, whole))
+    if keys == "replicated":
+        # Of the keys nothing but the sum of their gradients crosses ranks.
+        assert hlo.collectives(lowered.compile(), "all-to-all") == []
+
+
+@pytest.mark.parametrize("keys", [ENCODER, "replicated"], ids=["dispatched", "replicated"])
+def test_inside_a_shard_map(keys, rng):
+    mask, problem = cross_masks(rng)["documents"], cross_problem(rng)
+    plan = DECODER.with_mask(mask, keys=keys)
+    rows = P("cp")
+    key_rows = P() if keys == "replicated" else rows
+
+    @jax.jit
+    def run(problem, plan):
+        attention = jax.shard_map(
+            lambda q, k, v, sinks, plan: attend(plan)(q, k, v, sinks),
+            mesh=make_mesh(cp=4),
+            in_specs=(rows, key_rows, key_rows, P(), rows),
+            out_specs=(rows, rows),
+        )
+        return value_and_grads(lambda *operands: attention(*operands, plan), problem)
+
+    check(run(placed(problem, keys), plan), keys, expected(problem, mask))
+
+
+def test_explicit_axes_with_replicated_keys(rng):
+    mesh = make_mesh(AxisType.Explicit, dp=2, cp=4)
+    mask, problem = cross_masks(rng)["documents"], cross_problem(rng)
+    plan = DECODER.with_mask(mask, keys="replicated")
+    arrays = placed(problem, "replicated")
+    q = jax.device_put(np.stack([arrays.q] * 2), NamedSharding(mesh, P("dp", "cp")))
+    k, v = (
+        jax.device_put(np.stack([x] * 2), NamedSharding(mesh, P("dp")))
+        for x in (problem.k, problem.v)
+    )
+    with jax.set_mesh(mesh):
+        out = jax.jit(lambda q, k, v: dist_attention(q, k, v, plan))(q, k, v)
+    wanted = expected(problem, mask, sinks=False).out
+    for row in np.asarray(out):
+        np.testing.assert_allclose(undispatch(row, DECODER), wanted, rtol=2e-5, atol=2e-5)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="rows of k or v are sharded"):
+        jax.jit(lambda q: dist_attention(q, q, q, plan))(q)
+
+
+def test_gradients_on_a_narrow_wire(rng):
+    mask, problem = cross_masks(rng)["documents"], cross_problem(rng)
+    options = DistOptions(reduce_dtype=jnp.bfloat16)
+    for keys in (ENCODER, "replicated"):
+        plan = DECODER.with_mask(mask, keys=keys)
+        run = attend(plan, mesh=make_mesh(cp=4), options=options)
+        answer = jax.jit(lambda p: value_and_grads(run, p))(placed(problem, keys))  # noqa: B023
+        check(answer, keys, expected(problem, mask), tolerance=4e-2)
+
+
+def test_one_program_serves_many_masks(rng):
+    first, second = (cases.random_mask(rng, Q_LEN, K_LEN, 6) for _ in range(2))
+    specs = [DECODER.with_mask(mask, keys=ENCODER, overlap=1).spec for mask in (first, second)]
+    both = specs[0].union(specs[1])
+    plans = [DECODER.with_mask(m, keys=ENCODER, overlap=1, spec=both) for m in (first, second)]
+    assert plans[0].spec == plans[1].spec == both
+    assert stack_plans(plans).spec.keys == "other"
+
+
+def test_encoder_and_decoder_train_as_one(rng):
+    """A model on both sides of cross-attention: gradients of shared weights are those of the dense
+    model.
+    """
+    mask = masks.varlen([20, 0, 33], k_lengths=[40, 7, 44])
+    cross = DECODER.with_mask(mask, keys=ENCODER)
+    source = rng.normal(size=(K_LEN, 2, 8)).astype(np.float32)
+    target = rng.normal(size=(Q_LEN, 2, 8)).astype(np.float32)
+    weight = rng.normal(size=(3, 8, 8)).astype(np.float32) / 4
+
+    def model(attentions, weight, source, target):
+        encode, decode, meet = attentions
+        memory = source + encode(source @ weight[0], source)
+        hidden = target + decode(target @ weight[1], target)
+        return hidden + meet(hidden @ weight[2], memory)
+
+    def dense(mask):
+        visible = mask.dense()
+
+        def attention(q, k):
+            x = jnp.where(visible, jnp.einsum("tnh,snh->nts", q, k) * 8**-0.5, -jnp.inf)
+            top = jnp.maximum(x.max(-1, keepdims=True), -1e30)
+            weights = jnp.exp(x - top)
+            total = weights.sum(-1, keepdims=True)
+            return jnp.einsum("nts,snh->tnh", weights / jnp.where(total == 0, 1, total), k)
+
+        return attention
+
+    def sharded(plan):
+        return lambda q, k: dist_attention(q, k, k, plan, mesh=make_mesh(cp=4))
+
+    def loss(attentions, undo, weight, source, target):
+        return (undo(model(attentions, weight, source, target)) ** 2).sum()
+
+    every = [masks.varlen([40, 51]), masks.causal(Q_LEN), mask]
+    args = (weight, source, target)
+    wanted = jax.grad(lambda *a: loss([dense(m) for m in every], lambda x: x, *a))(*args)
+    plans = [sharded(plan) for plan in (ENCODER, DECODER, cross)]
+    place = (weight, dispatch(source, ENCODER), dispatch(target, DECODER))
+    got = jax.jit(jax.grad(lambda *a: loss(plans, lambda x: x, *a)))(*place)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_refusals():
+    mask = masks.full(Q_LEN, K_LEN)
+    with pytest.raises(ValueError, match=r"with_mask\(mask, keys=...\)"):
+        make_plan(mask, 4)
+    with pytest.raises(ValueError, match='keys must be a plan, "replicated" or None'):
+        DECODER.with_mask(mask, keys="everywhere")
+    with pytest.raises(ValueError, match="keys are on 2 ranks, the queries on 4"):
+        DECODER.with_mask(mask, keys=make_plan(masks.full(K_LEN), 2))
+    with pytest.raises(ValueError, match="sequences have only 53 and 53"):
+        DECODER.with_mask(mask, keys=DECODER)
+    with pytest.raises(ValueError, match="other tokens"):
+        DECODER.with_mask(mask, keys=ENCODER).plot("never.png")
+    q = np.zeros((4 * DECODER.spec.local_len, 2, 8), np.float32)
+    mesh = make_mesh(cp=4)
+    with pytest.raises(ValueError, match=r"k has \d+ rows.*dispatch\(x, plan_of_the_keys"):
+        dist_attention(q, q, q, DECODER.with_mask(mask, keys=ENCODER), mesh=mesh)
+    with pytest.raises(ValueError, match="plan is for 91 keys on every rank"):
+        dist_attention(q, q, q, DECODER.with_mask(mask, keys="replicated"), mesh=mesh)
