@@ -71,6 +71,8 @@ static void Gemm(int32_t rows, int32_t depth, Matrix a, Matrix b, float* c, int6
 
 // C += A B where a zero of B wins over anything in A, infinities and NaN included. The plain
 // product would carry what stands in a row into those that do not see it. A is stored by columns.
+// Sums round as those of Gemm, so that no row shows by its bits what stands in rows it does not
+// see.
 static void GemmWhereNonzero(int32_t rows, int32_t depth, Matrix a, Matrix b, float* c,
                              int64_t ldc) {
   for (int32_t i = 0; i < rows; ++i) {
@@ -78,8 +80,8 @@ static void GemmWhereNonzero(int32_t rows, int32_t depth, Matrix a, Matrix b, fl
       Vec sum = Load(c + i * ldc + j * kLanes);
       for (int32_t p = 0; p < depth; ++p) {
         const Vec weight = Load(b.data + p * b.stride + j * kLanes);
-        const Vec product = a.data[i + p * a.stride] * weight;
-        sum += Select(weight == 0.0f, Vec{}, product);
+        const Vec next = sum + a.data[i + p * a.stride] * weight;
+        sum = Select(weight == 0.0f, sum, next);
       }
       Store(c + i * ldc + j * kLanes, sum);
     }
