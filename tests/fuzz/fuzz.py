@@ -59,6 +59,9 @@ def main() -> int:
             drivers[name] = _driver(name, implementations)
         tally.run(drivers[name], name, seed)
     tally.report(time.monotonic() - started)
+    for name, driver in drivers.items():
+        for implementation, reason in getattr(driver, "refusals", {}).items():
+            print(f"  {name} is refused by {implementation}: {reason}")
     return bool(tally.failures)
 
 

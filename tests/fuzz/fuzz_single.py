@@ -92,6 +92,7 @@ class SingleDevice:
         self.frame = (FRAMES | GPU_FRAMES)[name]
         allowed = self.frame.implementations or implementations
         self.implementations = tuple(name for name in implementations if name in allowed)
+        self.refusals: dict[str, str] = {}
         self.spec: TableSpec | None = None
 
     def draw(self, seed: int) -> tuple[HostileMask, HostileValues, np.ndarray | None]:
@@ -118,9 +119,13 @@ class SingleDevice:
         *tensors, dlse = values.operands
         tensors = [jnp.asarray(x, dtype) for x in tensors]
         for implementation in self.implementations:
-            answer = compute(
-                *tensors, dlse, sinks, table, implementation=implementation, cap=self.frame.cap
-            )
+            try:
+                answer = compute(
+                    *tensors, dlse, sinks, table, implementation=implementation, cap=self.frame.cap
+                )
+            except NotImplementedError as error:
+                self.refusals[implementation] = str(error)
+                continue
             answer = Answer(*(None if x is None else np.asarray(x, np.float32) for x in answer))
             try:
                 check_answer(

@@ -1,0 +1,53 @@
+"""Handlers refuse what is wrong with a call and touch no memory, and the next call is as before.
+
+`make sanitize` runs this file with the address sanitizer, which sees what a read past a buffer
+returns to nobody.
+"""
+
+import ffi_mutants
+import jax
+import numpy as np
+import pytest
+
+TARGETS = ("magi_jax_ffa_forward", "magi_jax_ffa_forward_accumulate", "magi_jax_ffa_backward")
+
+
+@pytest.fixture(params=TARGETS)
+def call(request, monkeypatch):
+    return ffi_mutants.package_calls(monkeypatch)[request.param]
+
+
+def test_hostile_table_entries(call, rng, request):
+    count = 3000 if request.config.getoption("--extensions", None) else 300
+    expected = call.run()
+    refused = 0
+    for _ in range(count):
+        mutant = ffi_mutants.with_hostile_integers(rng, call)
+        refused += _is_refused(mutant, ("slices", "by_query", "by_key"))
+    assert 0 < refused < count, "some entries are padding, others are not"
+    for x, y in zip(expected, call.run(), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("mutate", ffi_mutants.STRUCTURAL_MUTANTS)
+def test_hostile_structure(call, mutate, rng):
+    expected = call.run()
+    refused = sum(_is_refused(mutate(rng, call)) for _ in range(10))
+    assert refused
+    for x, y in zip(expected, call.run(), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def _is_refused(call, names=("",)):
+    before = [x.copy() for x in call.operands]
+    message = ""
+    try:
+        call.run()
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        message = str(error)
+    for x, y in zip(call.operands, before, strict=True):
+        np.testing.assert_array_equal(x, y)
+    if message:
+        assert "INVALID_ARGUMENT" in message
+        assert any(name in message for name in names), message
+    return bool(message)
