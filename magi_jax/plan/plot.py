@@ -1,12 +1,14 @@
 """Pictures of a plan: who computes which part of the mask, how much each rank does, who sends to
-whom.
+whom, and when.
 """
 
 from os import PathLike
+from typing import Any
 
 import numpy as np
 
 from magi_jax.masks import bands
+from magi_jax.plan.plot_timeline import draw_timeline
 from magi_jax.plan.report import PlanReport, make_report
 from magi_jax.plan.tables import DST_ROW, N_ROWS, PEER, SRC_ROW
 
@@ -14,8 +16,17 @@ PIXELS = 512  # sampled queries and keys of the mask's picture
 TICKS = 8  # labelled ranks of an axis, about
 
 
-def plot_plan(plan, path: str | PathLike) -> None:
-    """Writes the picture of a concrete plan to ``path``. Raises ImportError without matplotlib."""
+def plot_plan(plan, path: str | PathLike, report: PlanReport | None = None) -> None:
+    """Writes the picture of a concrete plan.
+
+    Args:
+        plan: one whole plan with values.
+        path: file to write; its suffix chooses the format.
+        report: of this plan, where other rates than the default ones shall predict its timeline.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -24,13 +35,23 @@ def plot_plan(plan, path: str | PathLike) -> None:
             "plot() draws with matplotlib, which is not installed: pip install matplotlib"
         ) from error
 
-    report = make_report(plan)
+    report = make_report(plan) if report is None else report
     colors = matplotlib.colormaps["turbo"].resampled(max(plan.cp_size, 2))
-    figure = Figure(figsize=(15, 5.2), dpi=150, layout="constrained")
-    mask_axes, area_axes, traffic_axes = figure.subplots(1, 3, width_ratios=[1.15, 1, 1.15])
-    _draw_mask(figure, mask_axes, plan, colors)
+    figure = Figure(figsize=(15, 9), dpi=150, layout="constrained")
+    rows: Any = figure.subfigures(2, 1, height_ratios=[1.15, 1])
+    above, below = rows
+    mask_axes, area_axes, traffic_axes = above.subplots(1, 3, width_ratios=[1.15, 1, 1.15])
+    _draw_mask(above, mask_axes, plan, colors)
     _draw_area(area_axes, report, colors)
-    _draw_traffic(figure, traffic_axes, report)
+    _draw_traffic(above, traffic_axes, report)
+    for axes, timeline, name in zip(
+        below.subplots(1, 2),
+        (report.forward, report.backward),
+        ("forward pass", "backward pass"),
+        strict=True,
+    ):
+        draw_timeline(axes, timeline, name)
+        axes.set_yticks(_ticks(plan.cp_size))
     figure.savefig(path)
 
 

@@ -1,0 +1,53 @@
+"""Picture of a predicted timeline: what each rank computes and receives, and when."""
+
+import numpy as np
+
+from magi_jax.solver.timeline import Timeline
+
+CAST_COLOR, REDUCE_COLOR = "tab:orange", "tab:red"
+COMPUTE_COLORS = ("#1f4e79", "#4a8ac4")  # of stages in turn
+HEIGHT = 0.42  # of a bar; computing lies above communication in the row of a rank
+
+
+def draw_timeline(axes, timeline: Timeline, name: str) -> None:
+    """Draws one direction: a row for each rank, kernels in blue above its casts and reduces.
+
+    Args:
+        axes: axes of matplotlib.
+        timeline: as `magi_jax.solver.timeline.simulate` gives it.
+        name: of the direction, for the title.
+    """
+    ranks = np.arange(timeline.compute.shape[1])
+    for stage, spans in enumerate(timeline.compute):
+        label = ("local attention", "remote attention")[min(stage, 1)] if stage < 2 else None
+        color = COMPUTE_COLORS[min(stage, 1)]
+        _bars(axes, ranks - HEIGHT / 2, spans, color, label, edge="white")
+    for parts, color, label in (
+        (timeline.cast, CAST_COLOR, "cast of keys and values"),
+        (timeline.reduce, REDUCE_COLOR, "reduce of their gradients"),
+    ):
+        for stage, spans in enumerate(parts):
+            if (spans[:, 1] > spans[:, 0]).any():
+                _bars(axes, ranks + HEIGHT / 2, spans, color, label if stage == 0 else None)
+    axes.axvline(timeline.predicted_us, color="black", linewidth=0.8, linestyle="--")
+    axes.set(
+        title=f"Predicted {name}: {timeline.predicted_us:,.0f} us on the slowest rank (dashed)",
+        xlabel="us",
+        ylabel="rank",
+        xlim=(0, max(timeline.predicted_us, 1.0) * 1.02),
+        ylim=(len(ranks) - 0.4, -0.6),
+    )
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4, frameon=False)
+
+
+def _bars(axes, rows, spans, color, label, edge=None) -> None:
+    axes.barh(
+        rows,
+        spans[:, 1] - spans[:, 0],
+        left=spans[:, 0],
+        height=HEIGHT,
+        color=color,
+        edgecolor=edge,
+        linewidth=0.3,
+        label=label,
+    )
