@@ -19,7 +19,8 @@ LAYERS = (
     ("masks",),
     ("solver",),
     ("plan", "mesh"),
-    ("ops", "comm"),
+    ("ops",),
+    ("comm",),
     ("parallel",),
     ("flax", "data", "testing"),
 )

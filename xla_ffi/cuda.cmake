@@ -144,10 +144,18 @@ if(sm90_sources AND "90a" IN_LIST architectures)
   target_compile_definitions(_ffi PRIVATE MAGI_JAX_WITH_SM90)
 endif()
 
+# --- Group collectives: small kernels, for every architecture.
+
+foreach(stem meeting map cast reduce)
+  add_cuda_object(comm_${stem} "${CMAKE_CURRENT_SOURCE_DIR}/xla_ffi/comm/${stem}.cu" ${architectures})
+endforeach()
+
 # --- Handlers and the runtime.
 
 find_package(Threads REQUIRED)
-target_sources(_ffi PRIVATE xla_ffi/handlers/ffa_cuda.cc xla_ffi/handlers/kernels_cuda.cc)
+target_sources(_ffi PRIVATE xla_ffi/handlers/ffa_cuda.cc xla_ffi/handlers/kernels_cuda.cc
+               xla_ffi/handlers/group_cuda.cc xla_ffi/handlers/group_binding_cuda.cc
+               xla_ffi/comm/pool.cc)
 target_compile_definitions(_ffi PRIVATE MAGI_JAX_WITH_CUDA)
 target_include_directories(_ffi SYSTEM PRIVATE "${MAGI_JAX_CUDA_INCLUDE}")
 target_link_libraries(_ffi PRIVATE "${MAGI_JAX_CUDART}" Threads::Threads ${CMAKE_DL_LIBS} rt)

@@ -6,6 +6,7 @@
 #include "xla/ffi/api/c_api.h"
 #include "xla_ffi/common/registration.h"
 #ifdef MAGI_JAX_WITH_CUDA
+#include "xla_ffi/handlers/group_binding_cuda.h"
 #include "xla_ffi/handlers/kernels_cuda.h"
 #endif
 #include "xla_ffi/kernels/cpu/kernels.h"
@@ -22,8 +23,13 @@ void AddStage(py::dict& stages, const char* name, XLA_FFI_Handler* handler) {
 // A list of (target, platform, {stage: capsule}).
 py::list Registrations() {
   std::vector<Registration> all = CpuRegistrations();
+  const auto add = [&all](const std::vector<Registration>& more) {
+    all.insert(all.end(), more.begin(), more.end());
+  };
+  add(GroupCpuRegistrations());
 #ifdef MAGI_JAX_WITH_CUDA
-  for (const Registration& registration : CudaRegistrations()) all.push_back(registration);
+  add(CudaRegistrations());
+  add(GroupRegistrations());
 #endif
   py::list table;
   for (const Registration& registration : all) {
@@ -88,6 +94,7 @@ PYBIND11_MODULE(_ffi, m) {
   m.def(
       "choose_cuda_kernel", &ChooseCudaKernel,
       "(description, refusal) of a path for (T, S, N, K, H, Hv, tile_size); one of them is empty.");
+  BindGroup(m);
 #endif
 }
 

@@ -20,19 +20,26 @@ TRANSPORTS = {PORTABLE.name: PORTABLE}
 OPS = ("sum", "lse")
 
 
-def get_transport(name: str | None) -> Transport:
-    """Looks a transport up; None is the portable one.
+def get_transport(name: str | Transport | None) -> Transport:
+    """Looks a transport up by name; None is the portable one, a transport is itself.
 
     Raises:
         ValueError: there is none of that name.
     """
+    if isinstance(name, Transport):
+        return name
     name = PORTABLE.name if name is None else name
     if name not in TRANSPORTS:
-        raise ValueError(f"unknown transport {name!r}; there are {sorted(TRANSPORTS)}")
+        raise ValueError(
+            f"unknown transport {name!r}; there are {sorted(TRANSPORTS)}, and those that"
+            " symmetric_memory(...) sets up"
+        )
     return TRANSPORTS[name]
 
 
-def group_cast(x: Any, comm: CommMeta, axis_name: str, *, transport: str | None = None) -> Any:
+def group_cast(
+    x: Any, comm: CommMeta, axis_name: str, *, transport: str | Transport | None = None
+) -> Any:
     """Sends rows of ``x`` to the ranks that need them and puts each where ``comm`` says.
 
     Call it inside a `shard_map` that is manual over ``axis_name``. Its derivative is
@@ -42,7 +49,8 @@ def group_cast(x: Any, comm: CommMeta, axis_name: str, *, transport: str | None 
         x: pytree of arrays ``[src_rows, ...]`` of any dtype.
         comm: the transfer, with its ``[cp]`` axis sharded, whole or already stripped.
         axis_name: mesh axis whose ranks exchange rows.
-        transport: None or "portable": padded `all_to_all`.
+        transport: None or "portable": padded `all_to_all`; or the transport of a
+            `symmetric_memory`.
 
     Returns:
         The pytree with leaves ``[dst_rows, ...]``; rows that nobody sends are zero.
@@ -67,7 +75,7 @@ def group_reduce(
     op: str = "sum",
     wire_dtype: Any = None,
     out_dtype: Any = None,
-    transport: str | None = None,
+    transport: str | Transport | None = None,
 ) -> Any:
     """Returns rows to their owners and combines them there: the transpose of `group_cast`.
 
@@ -84,7 +92,8 @@ def group_reduce(
             leaf.
         out_dtype: dtype of the result; None keeps the dtype of each leaf. Sums are made in float32
             in any case.
-        transport: None or "portable": padded `all_to_all`.
+        transport: None or "portable": padded `all_to_all`; or the transport of a
+            `symmetric_memory`.
 
     Returns:
         The same structure with leaves ``[src_rows, ...]``. Rows that nobody returns are zero (lse

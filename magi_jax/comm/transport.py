@@ -28,12 +28,15 @@ class Transport:
         reduce_lse: ``(out [dst_rows, N, Hv], lse [dst_rows, N], comm, axis_name, wire_dtype) ->
             (out [src_rows, N, Hv], lse [src_rows, N])`` in `sum_dtype`; ``(0, -inf)`` in rows that
             nobody returns.
+        is_custom_call: whether calls are custom calls, which XLA runs beside computation only where
+            it is told to; it does so with collectives of its own by itself.
     """
 
     name: str
     cast: Callable[[Leaves, CommMeta, str], list[jax.Array]]
     reduce_sum: Callable[[Leaves, CommMeta, str, Any], list[jax.Array]]
     reduce_lse: Callable[[jax.Array, jax.Array, CommMeta, str, Any], tuple[jax.Array, jax.Array]]
+    is_custom_call: bool = False
 
 
 def sum_dtype(dtype: Any) -> jnp.dtype:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
+from magi_jax.comm import Transport
 from magi_jax.comm.group_collectives import get_transport
 from magi_jax.mesh import make_varying, varying_axes
 from magi_jax.ops import CONTEXT_NAME, Implementation, get_implementation
@@ -34,13 +35,14 @@ class DistOptions:
         keep_remote_kv: keep the remote keys and values of the forward pass for the backward pass
             instead of fetching them again: less communication, more memory.
         reduce_dtype: dtype in which partial dK and dV travel; None is float32. Sums are in float32.
-        transport: transport of the group collectives; None is the portable one.
+        transport: transport of the group collectives: a name, None for the portable one, or that of
+            a `magi_jax.comm.symmetric_memory`.
     """
 
     deterministic: bool = False
     keep_remote_kv: bool = False
     reduce_dtype: Any = None
-    transport: str | None = None
+    transport: str | Transport | None = None
 
 
 def dist_attention(
@@ -118,7 +120,7 @@ def dist_attention(
         axis_name=axis_name,
         scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
         logits_soft_cap=float(logits_soft_cap or 0.0),
-        transport=get_transport(options.transport).name,
+        transport=get_transport(options.transport),
         reduce_dtype=None if options.reduce_dtype is None else jnp.dtype(options.reduce_dtype),
         keep_remote_kv=options.keep_remote_kv,
         with_max_logits=return_max_logits,

@@ -5,13 +5,14 @@ H]``, ``v [S, K, Hv]`` and the rank's own part of a plan. Nothing here has a der
 passes are each other's, and `dist_attention` says so.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from magi_jax.comm import group_cast, group_reduce
+from magi_jax.comm import Transport, group_cast, group_reduce
 from magi_jax.ops import Implementation, add_sinks, sinks_gradient
 from magi_jax.ops.lse import max_of_rows
 from magi_jax.parallel.overlap import after, barrier, on_communication_stream
@@ -30,7 +31,7 @@ class Stages:
         axis_name: axis whose ranks exchange keys and values.
         scale: factor of the logits.
         logits_soft_cap: cap of the logits, 0 = none.
-        transport: name of the transport of the group collectives.
+        transport: transport of the group collectives.
         reduce_dtype: dtype in which partial dK and dV travel; sums are made in float32.
         keep_remote_kv: whether the backward pass gets the forward pass's remote keys and values.
         with_max_logits: whether the forward pass gives the largest logits.
@@ -41,7 +42,7 @@ class Stages:
     axis_name: str
     scale: float
     logits_soft_cap: float
-    transport: str | None
+    transport: Transport
     reduce_dtype: Any
     keep_remote_kv: bool
     with_max_logits: bool = False
@@ -118,10 +119,13 @@ class Stages:
 
     def fetch(self, keys_values: KeysValues, comm: CommMeta) -> KeysValues:
         """Keys and values of other ranks, ``[dst_rows, K, H]`` and ``[dst_rows, K, Hv]``."""
-        cast = on_communication_stream(
+        cast = self._beside_computation(
             lambda kv, comm: group_cast(kv, comm, self.axis_name, transport=self.transport)
         )
         return cast(keys_values, comm)
+
+    def _beside_computation(self, fn: Callable) -> Callable:
+        return on_communication_stream(fn) if self.transport.is_custom_call else fn
 
     def _sum_shared(self, dkv):
         if not self.shared_key_axes:
@@ -130,7 +134,7 @@ class Stages:
         return jax.lax.psum(wire, self.shared_key_axes)
 
     def _send_back(self, partials, comm):
-        reduce = on_communication_stream(
+        reduce = self._beside_computation(
             lambda dkv, comm: group_reduce(
                 dkv,
                 comm,

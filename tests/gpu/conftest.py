@@ -8,20 +8,23 @@ from pathlib import Path
 
 import pytest
 
-# The conformance suite is shared with the other implementations.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ops"))
-pytest.register_assert_rewrite("ops_problem", "test_attention_conformance", "device_cases")
+# The conformance suite is shared with the other implementations, random transfers with theirs.
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / room) for room in ("ops", "comm")]
+pytest.register_assert_rewrite(
+    "ops_problem", "test_attention_conformance", "device_cases", "group_problem"
+)
 
 
-def _has_cuda_device() -> bool:
+def _cuda_devices() -> int:
     """Asks the driver itself: initialising JAX here would fix its platform for the other tests."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return False
+        return 0
     count = ctypes.c_int(0)
     found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
-    return found and count.value > 0
+    return count.value if found else 0
 
 
-collect_ignore_glob = [] if _has_cuda_device() else ["test_*.py"]
+# Group collectives take two devices.
+collect_ignore_glob = [["test_*.py"], ["test_group_collectives*.py"], []][min(_cuda_devices(), 2)]

@@ -21,7 +21,10 @@ struct Registration {
 };
 
 std::vector<Registration> CpuRegistrations();
-std::vector<Registration> CudaRegistrations();  // defined when MAGI_JAX_WITH_CUDA is
+std::vector<Registration> GroupCpuRegistrations();
+// Defined when MAGI_JAX_WITH_CUDA is.
+std::vector<Registration> CudaRegistrations();
+std::vector<Registration> GroupRegistrations();
 
 }  // namespace magi_jax
 

@@ -1,0 +1,296 @@
+"""Symmetric memory: what ranks need to reach each other's rows, set up once and used by every call.
+
+    memory = symmetric_memory(mesh, "cp")
+    print(memory.describe())
+    with memory:
+        out = step(..., transport=memory.transport)
+        memory.check()
+
+See docs/collectives.md for the protocol, for what happens when a peer never comes, and for which
+layouts of processes are served.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from magi_jax.comm.exchange import exchange, meet
+from magi_jax.comm.native import MAX_LEAVES, NativeCalls
+from magi_jax.comm.portable import PORTABLE
+from magi_jax.comm.transport import Transport
+from magi_jax.ops import ffi
+from magi_jax.plan import AttentionPlan, CommSpec
+
+PLACEMENTS = ("direct", "staged")
+
+# One SM each; a read over NVLink with 16 of them reaches the rate of the link.
+_NUM_BLOCKS = 16
+_ALIGNMENT = 256
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def staging_bytes(
+    specs: Iterable[CommSpec], cast_row_bytes: int, reduce_row_bytes: int | None = None
+) -> int:
+    """Room that calls along ``specs`` need with ``placement="staged"``.
+
+    Args:
+        specs: sizes of the transfers, such as ``plan.spec.comm``.
+        cast_row_bytes: bytes of a row of all arrays of one `group_cast` together; for keys and
+            values ``K * (H + Hv)`` times the size of their dtype.
+        reduce_row_bytes: the same for `group_reduce`, in the dtype that travels; None takes twice
+            those of the cast (float32 partials of half-precision keys and values).
+    """
+    reduce_row_bytes = 2 * cast_row_bytes if reduce_row_bytes is None else reduce_row_bytes
+    needs = [max(s.src_rows * cast_row_bytes, s.dst_rows * reduce_row_bytes) for s in specs]
+    return max(needs, default=0) + MAX_LEAVES * _ALIGNMENT
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """One device of this process and the ranks that it exchanges rows with."""
+
+    device: jax.Device
+    rank: int
+    group: tuple[jax.Device, ...]
+
+    @property
+    def ordinal(self) -> int:
+        """Number of the device in the CUDA runtime of this process."""
+        return self.device.local_hardware_id
+
+
+class SymmetricMemory:
+    """Memory that the ranks of a mesh axis share; made by `symmetric_memory`.
+
+    Attributes:
+        transport: what `group_cast`, `group_reduce` and `DistOptions` take.
+        num_bytes: device memory that each rank holds.
+    """
+
+    def __init__(self, pool: int, transport: Transport, num_bytes: int, text: str):
+        self.transport = transport
+        self.num_bytes = num_bytes
+        self._pool = pool
+        self._text = text
+        self._agreements = itertools.count()
+
+    def describe(self) -> str:
+        """Which transport serves, how operands are reached, and what it holds."""
+        return self._text
+
+    def failure(self) -> str | None:
+        """What went wrong in a call of this process, naming rank and call; None if nothing did.
+
+        It does not wait for the device: what was enqueued and has not run cannot have failed yet.
+        """
+        return (ffi.load().pool_failure(self._pool) or None) if self._pool else None
+
+    def check(self) -> None:
+        """Raises what `failure` tells.
+
+        Raises:
+            RuntimeError: a call failed; its results and those of all later calls are NaN.
+        """
+        failure = self.failure()
+        if failure:
+            raise RuntimeError(failure)
+
+    def agree(self, plan: AttentionPlan, timeout_s: float = 60.0) -> None:
+        """Checks that every process made the same plan; every process calls it.
+
+        Raises:
+            ValueError: plans differ; the processes are named.
+            RuntimeError: a process did not come in time.
+        """
+        key = f"magi_jax/symmetric_memory/{self._pool}/plan/{next(self._agreements)}"
+        prints = exchange(key, plan.fingerprint().encode(), range(jax.process_count()), timeout_s)
+        own = prints[jax.process_index()]
+        others = [process for process, text in enumerate(prints) if text != own]
+        if others:
+            raise ValueError(
+                f"process {jax.process_index()} and processes {others} made different plans:"
+                f" fingerprints {[text.decode() for text in prints]}"
+            )
+
+    def close(self) -> None:
+        """Frees the memory. Programs that were compiled with its transport cannot run any more."""
+        if not self._pool:
+            return
+        if self.failure() is None:
+            jax.effects_barrier()
+            meet(f"magi_jax/symmetric_memory/{self._pool}/close", 60.0)
+        ffi.load().remove_pool(self._pool)
+        self._pool = 0
+
+    def __enter__(self) -> "SymmetricMemory":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def symmetric_memory(
+    mesh: Mesh,
+    axis_name: str,
+    *,
+    placement: str | None = None,
+    staging_bytes: int | None = None,
+    timeout_s: float = 120.0,
+    num_blocks: int = _NUM_BLOCKS,
+    allow_portable: bool = False,
+) -> SymmetricMemory:
+    """Sets up native group collectives over a mesh axis; every process of the mesh calls it.
+
+    Args:
+        mesh: the mesh of the calls; devices that differ only along ``axis_name`` exchange rows.
+        axis_name: the context-parallel axis.
+        placement: "direct": peers read operands in XLA's buffers, for ranks of one process.
+            "staged": operands are copied into this memory first, which other processes of the host
+            can open too. None takes "direct" where it serves.
+        staging_bytes: room for the operands of a call; needed when they are staged, see
+            `staging_bytes`.
+        timeout_s: how long a rank waits for another before it gives up. Compilation counts, where
+            ranks are processes: they do not compile in step.
+        num_blocks: thread blocks, and so SMs, of the kernels that move rows.
+        allow_portable: where nothing native is possible, return a memory whose transport is the
+            portable one and whose `describe` says why, instead of raising.
+
+    Raises:
+        ValueError: arguments that do not fit the mesh or each other.
+        NotImplementedError: nothing native is possible here; the reason is named.
+        RuntimeError: a device, or another process, refused.
+    """
+    if axis_name not in mesh.axis_names:
+        raise ValueError(f"axis_name={axis_name!r} is no axis of the mesh {dict(mesh.shape)}")
+    if placement not in (None, *PLACEMENTS):
+        raise ValueError(f"placement must be one of {PLACEMENTS} or None, got {placement!r}")
+    if not 1 <= num_blocks <= 128 or timeout_s <= 0:
+        raise ValueError(f"got num_blocks={num_blocks} (1 to 128), timeout_s={timeout_s} (above 0)")
+    reason = _refusal(mesh)
+    if reason is not None:
+        if not allow_portable:
+            raise NotImplementedError(f"no native group collectives: {reason}")
+        return SymmetricMemory(0, PORTABLE, 0, f"portable (padded all_to_all), since {reason}")
+    seats = _seats(mesh, axis_name)
+    spread = any(d.process_index != jax.process_index() for s in seats for d in s.group)
+    placement = placement or ("staged" if spread else "direct")
+    _check_placement(placement, spread, staging_bytes)
+    staged = staging_bytes if placement == "staged" else 0
+    settings = (len(seats[0].group), staged or 0, float(timeout_s), num_blocks)
+    pool = _open_pool(mesh, seats, settings, spread)
+    num_bytes = ffi.load().allocated_bytes(pool, seats[0].ordinal)
+    calls = NativeCalls(pool, axis_name, mesh.shape[axis_name])
+    how = "read in place (peer access)" if placement == "direct" else f"staged in {staged} bytes"
+    where = "several processes of one host" if spread else "one process"
+    text = (
+        f"native: symmetric memory {pool} over axis {axis_name!r} of {calls.cp_size} ranks in"
+        f" {where}, operands {how}, {num_bytes} bytes per device, {num_blocks} blocks, time limit"
+        f" {timeout_s} s"
+    )
+    return SymmetricMemory(pool, calls.transport(), num_bytes, text)
+
+
+def _refusal(mesh: Mesh) -> str | None:
+    platforms = {device.platform for device in mesh.devices.flat}
+    if platforms != {"gpu"}:
+        return f"they need NVIDIA GPUs, the mesh has devices of {sorted(platforms)}"
+    if not ffi.build_info()["cuda"]:
+        return "this build of magi_jax has no CUDA part (no nvcc was found)"
+    return None
+
+
+def _check_placement(placement: str, spread: bool, staging_bytes: int | None) -> None:
+    if placement == "direct" and spread:
+        raise ValueError(
+            'placement="direct" needs all ranks of the axis in one process; between processes'
+            ' operands are staged: placement="staged"'
+        )
+    if placement == "staged" and not staging_bytes:
+        raise ValueError(
+            "staged operands need room: pass staging_bytes, such as"
+            " staging_bytes(plan.spec.comm, bytes of a row of keys and values)"
+        )
+    if placement == "direct" and staging_bytes:
+        raise ValueError(
+            f"staging_bytes={staging_bytes} serves nothing here, operands are read in place; pass"
+            ' placement="staged" to stage them'
+        )
+
+
+def _seats(mesh: Mesh, axis_name: str) -> list[_Seat]:
+    axis = mesh.axis_names.index(axis_name)
+    groups = np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.shape[axis_name])
+    return [
+        _Seat(device, rank, tuple(group))
+        for group in groups
+        for rank, device in enumerate(group)
+        if device.process_index == jax.process_index()
+    ]
+
+
+def _open_pool(mesh: Mesh, seats: list[_Seat], settings: tuple, spread: bool) -> int:
+    """Allocates, exchanges and connects the parts of this process."""
+    module = ffi.load()
+    pool = module.next_pool()
+    cp_size, staged, timeout_s, num_blocks = settings
+    try:
+        for seat in seats:
+            module.add_member(pool, seat.ordinal, seat.rank, cp_size, staged, timeout_s, num_blocks)
+        exported = _exchange_parts(module, mesh, pool, seats, settings) if spread else {}
+        for seat in seats:
+            _connect(module, pool, seat, exported)
+    except BaseException:
+        module.remove_pool(pool)
+        raise
+    return pool
+
+
+def _exchange_parts(
+    module: ModuleType, mesh: Mesh, pool: int, seats: list[_Seat], settings: tuple
+) -> dict[int, bytes]:
+    """What the parts of all processes are opened with, by global number of the device."""
+    host = _BOOT_ID.read_text().strip()
+    parts = {seat.device.id: module.export_member(pool, seat.ordinal).hex() for seat in seats}
+    own = {"host": host, "settings": list(settings), "parts": parts}
+    processes = sorted({device.process_index for device in mesh.devices.flat})
+    key = f"magi_jax/symmetric_memory/{pool}"
+    payloads = exchange(key, json.dumps(own).encode(), processes, settings[2])
+    exported: dict[int, bytes] = {}
+    for process, payload in zip(processes, payloads, strict=True):
+        other = json.loads(payload)
+        if other["host"] != host:
+            raise NotImplementedError(
+                f"process {process} runs on another host; native group collectives reach the GPUs"
+                " of one host"
+            )
+        if other["settings"] != list(settings):
+            raise ValueError(
+                "processes gave different (ranks, staging bytes, timeout, blocks):"
+                f" {other['settings']} in process {process}, {list(settings)} here"
+            )
+        exported |= {int(number): bytes.fromhex(part) for number, part in other["parts"].items()}
+    return exported
+
+
+def _connect(module: ModuleType, pool: int, seat: _Seat, exported: dict[int, bytes]) -> None:
+    for rank, peer in enumerate(seat.group):
+        if rank == seat.rank:
+            continue
+        if peer.process_index == jax.process_index():
+            module.connect_local(pool, seat.ordinal, rank, peer.local_hardware_id)
+        else:
+            module.connect_exported(pool, seat.ordinal, rank, exported[peer.id])
+    module.finish_connecting(pool, seat.ordinal)

@@ -1,0 +1,107 @@
+"""One process of several, each with one GPU: python group_worker.py SCENARIO PROCESS COUNT PORT."""
+
+import os
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from group_problem import normal
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from transfers import DST_ROWS, SRC_ROWS, numpy_cast, numpy_reduce, padded, random_comm
+
+from magi_jax import masks
+from magi_jax.comm import group_cast, group_reduce, symmetric_memory
+from magi_jax.plan import PlanConfig, make_plan
+
+ROOM = 1 << 20
+
+
+def main() -> None:
+    scenario, process, count, port = sys.argv[1], *map(int, sys.argv[2:])
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, process, local_device_ids=[process])
+    mesh = Mesh(np.array(jax.devices()), ("cp",), axis_types=(AxisType.Auto,))
+    # Every process makes the same tables and arrays.
+    rng = np.random.default_rng(int(os.environ["SEED"]))
+    {"conformance": conformance, "killed": killed, "plans": plans}[scenario](mesh, rng)
+    print("passed", flush=True)
+
+
+def conformance(mesh: Mesh, rng: np.random.Generator) -> None:
+    with symmetric_memory(mesh, "cp", staging_bytes=ROOM, timeout_s=60) as memory:
+        assert "several processes of one host" in memory.describe()
+        run = collective(mesh, memory.transport)
+        for step in range(100):
+            comm = padded(random_comm(rng, mesh.size, with_self=bool(step % 2)))
+            x = normal(rng, mesh.size, SRC_ROWS, 3, 8)
+            y = normal(rng, mesh.size, DST_ROWS, 3, 8)
+            cast, reduced = gather(run(*on_devices(mesh, (comm, x, y))))
+            memory.check()
+            np.testing.assert_array_equal(cast, numpy_cast(x, comm))
+            np.testing.assert_allclose(reduced, numpy_reduce(y, comm), rtol=2e-6, atol=2e-6)
+
+
+def killed(mesh: Mesh, rng: np.random.Generator) -> None:
+    """The last process goes without a word; the others end with an error that names it."""
+    memory = symmetric_memory(mesh, "cp", staging_bytes=ROOM, timeout_s=3)
+    run = collective(mesh, memory.transport)
+    comm = padded(random_comm(rng, mesh.size))
+    arrays = normal(rng, mesh.size, SRC_ROWS, 3, 8), normal(rng, mesh.size, DST_ROWS, 3, 8)
+    operands = on_devices(mesh, (comm, *arrays))
+    jax.block_until_ready(run(*operands))
+    gone = mesh.size - 1
+    if jax.process_index() == gone:
+        os._exit(9)
+    time.sleep(1)
+    results = []
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"rank {gone} did not come") as raised:
+        call_for(30, lambda: results.append(jax.block_until_ready(run(*operands))))
+    assert np.isnan(np.asarray(results[-1][0].addressable_shards[0].data)).all()
+    print(f"passed: {raised.value}", flush=True)
+    # Not the way of an interpreter's end, which waits for the process that is gone.
+    os._exit(0)
+
+
+def call_for(time_s: float, call) -> None:
+    ends = time.monotonic() + time_s
+    while time.monotonic() < ends:
+        call()
+
+
+def plans(mesh: Mesh, rng: np.random.Generator) -> None:
+    """A process that plans another mask is named before anything is exchanged."""
+    with symmetric_memory(mesh, "cp", staging_bytes=ROOM, timeout_s=30) as memory:
+        mask = masks.varlen([40, 60, 28], causal=True)
+        config = PlanConfig(chunk_size=16, overlap=1)
+        memory.agree(make_plan(mask, mesh.size, config))
+        other = masks.full(128) if jax.process_index() == 0 else mask
+        with pytest.raises(ValueError, match="made different plans"):
+            memory.agree(make_plan(other, mesh.size, config))
+
+
+def collective(mesh: Mesh, transport):
+    """Cast and reduce on the shards of arrays ``[cp, rows, ...]``."""
+
+    def body(comm, x, y):
+        cast = group_cast(x[0], comm, "cp", transport=transport)
+        return cast[None], group_reduce(y[0], comm, "cp", transport=transport)[None]
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("cp"), out_specs=P("cp")))
+
+
+def on_devices(mesh: Mesh, tree):
+    place = NamedSharding(mesh, P("cp"))
+    return jax.tree.map(
+        lambda a: jax.make_array_from_callback(a.shape, place, lambda index: a[index]), tree
+    )
+
+
+def gather(tree):
+    return jax.tree.map(lambda a: multihost_utils.process_allgather(a, tiled=True), tree)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+// What the kernels of the group collectives are told, and what ranks write into each other's
+// memory.
+
+#ifndef MAGI_JAX_XLA_FFI_COMM_PARAMS_H_
+#define MAGI_JAX_XLA_FFI_COMM_PARAMS_H_
+
+#include <cstdint>
+
+#include "xla_ffi/comm/pieces.h"
+
+namespace magi_jax::comm {
+
+constexpr int kMaxLeaves = 8;
+constexpr int kMaxRanks = 1024;
+
+// One direction between two ranks: lies in the memory of the reader, written by the other alone.
+// A call is known by its number in the sequence of the pool's calls, the first is 1.
+struct alignas(128) Mailbox {
+  uint64_t addresses[kMaxLeaves];  // where the writer's operands are, see Meeting::bases
+  uint64_t signature;              // of the call: kind, sizes
+  uint64_t outgoing, incoming;  // digest of the pieces that the writer sends here, gets from here
+  uint64_t entered;             // the last call whose fields above are set
+  uint64_t left;                // the last call in which the writer needs nothing of the reader
+  uint64_t gave_up;             // the call in which the writer gave up, 0 = none
+};
+
+enum class Failure : uint32_t {
+  kNone = 0,
+  kNeverEntered = 1,  // the peer did not enter the call in time
+  kNeverLeft = 2,     // the peer did not finish reading in time
+  kGaveUp = 3,        // the peer had an error of its own
+  kOtherCall = 4,     // the peer makes a different call
+  kOtherPlan = 5,     // the peer's table does not match this rank's
+  kOtherRank = 6,     // the caller's place in its mesh is not that of the memory
+};
+
+// In host memory that the device writes; `failure` last. The first failure of a pool stays.
+struct FailureRecord {
+  uint64_t call;
+  uint32_t kind, peer;
+  uint32_t failure;
+};
+
+// How a rank meets the others in one call. All pointers are valid on the rank's device.
+struct Meeting {
+  Mailbox* inbox;          // [cp] mailbox that peer p writes
+  Mailbox* const* outbox;  // [cp] this rank's mailbox at peer p
+  const uint64_t* bases;   // [cp] added to the addresses that peer p tells
+  uint32_t* broken;        // not 0 after a failure: later calls do nothing but poison results
+  FailureRecord* record;   // in host memory
+  uint64_t call, signature;
+  uint64_t timeout_ns;
+  uint64_t addresses[kMaxLeaves];  // to tell the peers
+  int32_t num_leaves;
+  int32_t rank, cp_size;
+  uint32_t kind;  // of the call, for the record
+};
+
+// How elements are added up: in float32, as integers, or with a logical or.
+enum class Element : int32_t { kF32, kF16, kBF16, kS32, kPred };
+
+// One array of a call, rows on its leading axis. Rows of operand and result have as many elements.
+struct Leaf {
+  const void* operand;  // [operand rows, row_elements], this rank's
+  void* result;         // [result rows, row_elements]
+  uint32_t row_elements;
+  uint32_t row_bytes;    // of the operand
+  int64_t result_bytes;  // in all
+  Element element;       // of the operand; a cast moves bytes and does not look at it
+};
+
+struct Move {
+  Leaf leaves[kMaxLeaves];
+  int32_t num_leaves;
+  RowMap map;  // of the result's rows
+  int32_t num_blocks;
+};
+
+}  // namespace magi_jax::comm
+
+#endif  // MAGI_JAX_XLA_FFI_COMM_PARAMS_H_

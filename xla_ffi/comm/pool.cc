@@ -1,0 +1,285 @@
+#include "xla_ffi/comm/pool.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "xla_ffi/comm/kernels.h"
+
+namespace magi_jax::comm {
+namespace {
+
+constexpr int64_t kAlignment = 256;
+
+int64_t Align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// Byte offsets of the parts of a member's memory.
+struct Layout {
+  int64_t outbox, bases, broken, staging;
+
+  explicit Layout(int64_t cp_size)
+      : outbox(Align(cp_size * static_cast<int64_t>(sizeof(Mailbox)))),
+        bases(outbox + Align(cp_size * 8)),
+        broken(bases + Align(cp_size * 8)),
+        staging(broken + kAlignment) {}
+};
+
+template <class T>
+T* At(void* memory, int64_t offset) {
+  return reinterpret_cast<T*>(static_cast<char*>(memory) + offset);
+}
+
+std::string Explain(const char* what, cudaError_t error) {
+  return std::string(what) + ": " + cudaGetErrorString(error);
+}
+
+// Makes a device the current one of this thread for a while.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int32_t device) {
+    cudaGetDevice(&before_);
+    error_ = cudaSetDevice(device);
+  }
+  ~CurrentDevice() { cudaSetDevice(before_); }
+  cudaError_t error() const { return error_; }
+
+ private:
+  int before_ = 0;
+  cudaError_t error_;
+};
+
+}  // namespace
+
+const char* KindName(Kind kind) {
+  switch (kind) {
+    case Kind::kCast:
+      return "group_cast";
+    case Kind::kReduceSum:
+      return "group_reduce";
+    case Kind::kReduceLse:
+      return "group_reduce with op=\"lse\"";
+  }
+  return "a call";
+}
+
+std::unique_ptr<Member> Member::Create(const MemberConfig& config, std::string* error) {
+  const CurrentDevice current(config.device);
+  std::unique_ptr<Member> member(new Member(config));
+  member->memory_bytes_ = Layout(config.cp_size).staging + Align(config.staging_bytes);
+  cudaError_t status = current.error();
+  const auto run = [&](cudaError_t result) {
+    if (status == cudaSuccess) status = result;
+    return status == cudaSuccess;
+  };
+  if (run(cudaMalloc(&member->memory_, member->memory_bytes_)) &&
+      run(cudaMemset(member->memory_, 0, Layout(config.cp_size).staging)) &&
+      run(cudaHostAlloc(reinterpret_cast<void**>(&member->record_), sizeof(FailureRecord),
+                        cudaHostAllocMapped | cudaHostAllocPortable)) &&
+      run(cudaEventCreateWithFlags(&member->last_call_, cudaEventDisableTiming)) &&
+      run(LoadKernels()) && run(cudaDeviceSynchronize())) {
+    std::memset(static_cast<void*>(member->record_), 0, sizeof(FailureRecord));
+    member->outbox_.assign(config.cp_size, nullptr);
+    member->bases_.assign(config.cp_size, 0);
+    return member;
+  }
+  cudaGetLastError();  // the failure is reported here, not to the next caller
+  *error = Explain(("no symmetric memory of " + std::to_string(member->memory_bytes_) +
+                    " bytes on device " + std::to_string(config.device))
+                       .c_str(),
+                   status);
+  return nullptr;
+}
+
+Member::~Member() {
+  const CurrentDevice current(config_.device);
+  for (void* memory : opened_) cudaIpcCloseMemHandle(memory);
+  if (last_call_ != nullptr) cudaEventDestroy(last_call_);
+  if (record_ != nullptr) cudaFreeHost(record_);
+  if (memory_ != nullptr) cudaFree(memory_);
+}
+
+std::string Member::Export(std::string* error) const {
+  const CurrentDevice current(config_.device);
+  cudaIpcMemHandle_t handle;
+  const cudaError_t status = cudaIpcGetMemHandle(&handle, memory_);
+  if (status != cudaSuccess) {
+    cudaGetLastError();
+    *error = Explain("this memory cannot be shared with another process", status);
+    return "";
+  }
+  return std::string(reinterpret_cast<const char*>(&handle), sizeof(handle));
+}
+
+Mailbox* Member::MailboxAt(void* peer_memory) const {
+  return static_cast<Mailbox*>(peer_memory) + config_.rank;
+}
+
+std::string Member::ConnectLocal(int32_t peer_rank, int32_t peer_device, void* peer_memory) {
+  const CurrentDevice current(config_.device);
+  if (peer_device != config_.device) {
+    const cudaError_t status = cudaDeviceEnablePeerAccess(peer_device, 0);
+    cudaGetLastError();
+    if (status != cudaSuccess && status != cudaErrorPeerAccessAlreadyEnabled) {
+      return Explain(("device " + std::to_string(config_.device) + " cannot reach the memory of " +
+                      "device " + std::to_string(peer_device))
+                         .c_str(),
+                     status);
+    }
+  }
+  outbox_[peer_rank] = MailboxAt(peer_memory);
+  // Without staging, addresses are those of the process.
+  const Layout layout(config_.cp_size);
+  bases_[peer_rank] = config_.staging_bytes == 0
+                          ? 0
+                          : reinterpret_cast<uint64_t>(At<char>(peer_memory, layout.staging));
+  return "";
+}
+
+std::string Member::ConnectExported(int32_t peer_rank, const std::string& exported) {
+  const CurrentDevice current(config_.device);
+  cudaIpcMemHandle_t handle;
+  if (exported.size() != sizeof(handle)) return "a handle of the wrong size was exchanged";
+  std::memcpy(&handle, exported.data(), sizeof(handle));
+  void* memory = nullptr;
+  const cudaError_t status = cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess);
+  if (status != cudaSuccess) {
+    cudaGetLastError();
+    return Explain(
+        ("device " + std::to_string(config_.device) + " cannot reach the memory of rank " +
+         std::to_string(peer_rank) + " in another process")
+            .c_str(),
+        status);
+  }
+  opened_.push_back(memory);
+  outbox_[peer_rank] = MailboxAt(memory);
+  bases_[peer_rank] = reinterpret_cast<uint64_t>(At<char>(memory, Layout(config_.cp_size).staging));
+  return "";
+}
+
+std::string Member::FinishConnecting() {
+  const CurrentDevice current(config_.device);
+  const Layout layout(config_.cp_size);
+  const size_t bytes = size_t(config_.cp_size) * 8;
+  cudaError_t status =
+      cudaMemcpy(At<char>(memory_, layout.outbox), outbox_.data(), bytes, cudaMemcpyHostToDevice);
+  if (status == cudaSuccess) {
+    status =
+        cudaMemcpy(At<char>(memory_, layout.bases), bases_.data(), bytes, cudaMemcpyHostToDevice);
+  }
+  return status == cudaSuccess ? "" : Explain("the table of peers was not written", status);
+}
+
+void* Member::staging() const { return At<char>(memory_, Layout(config_.cp_size).staging); }
+
+cudaError_t Member::Begin(cudaStream_t stream, Kind kind, uint64_t signature, Meeting* meeting) {
+  if (call_ > 0) {
+    if (cudaError_t error = cudaStreamWaitEvent(stream, last_call_, 0)) return error;
+  }
+  const Layout layout(config_.cp_size);
+  meeting->inbox = static_cast<Mailbox*>(memory_);
+  meeting->outbox = At<Mailbox*>(memory_, layout.outbox);
+  meeting->bases = At<uint64_t>(memory_, layout.bases);
+  meeting->broken = At<uint32_t>(memory_, layout.broken);
+  meeting->record = record_;
+  meeting->call = ++call_;
+  meeting->signature = signature;
+  meeting->timeout_ns = static_cast<uint64_t>(config_.timeout_ns);
+  meeting->rank = config_.rank;
+  meeting->cp_size = config_.cp_size;
+  meeting->kind = static_cast<uint32_t>(kind);
+  return cudaSuccess;
+}
+
+cudaError_t Member::End(cudaStream_t stream) { return cudaEventRecord(last_call_, stream); }
+
+std::string Member::Failure() const {
+  const auto failure =
+      static_cast<comm::Failure>(*static_cast<volatile uint32_t*>(&record_->failure));
+  if (failure == comm::Failure::kNone) return "";
+  const std::string peer = "rank " + std::to_string(record_->peer);
+  const std::string seconds = std::to_string(config_.timeout_ns * 1e-9) + " s";
+  std::string reason;
+  switch (failure) {
+    case comm::Failure::kNone:
+      break;
+    case comm::Failure::kNeverEntered:
+      reason = peer + " did not come within " + seconds;
+      break;
+    case comm::Failure::kNeverLeft:
+      reason = peer + " did not finish reading within " + seconds;
+      break;
+    case comm::Failure::kGaveUp:
+      reason = peer + " had given up";
+      break;
+    case comm::Failure::kOtherCall:
+      reason = peer + " makes another call, or one with arrays of other shapes";
+      break;
+    case comm::Failure::kOtherPlan:
+      reason = peer + " has a plan that differs from this rank's";
+      break;
+    case comm::Failure::kOtherRank:
+      reason =
+          "the caller is " + peer + " of its mesh axis, the memory was set up for another mesh";
+      break;
+  }
+  return "rank " + std::to_string(config_.rank) + " (device " + std::to_string(config_.device) +
+         ") gave up in call " + std::to_string(record_->call) + " (" +
+         KindName(static_cast<Kind>(record_->kind)) + ") of symmetric memory " +
+         std::to_string(config_.pool) + ": " + reason;
+}
+
+Pools& Pools::Get() {
+  // Never destroyed: the driver may be gone when the process ends.
+  static Pools* const pools = new Pools;
+  return *pools;
+}
+
+int32_t Pools::NextNumber() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return next_number_++;
+}
+
+std::string Pools::Add(const MemberConfig& config) {
+  std::string error;
+  std::shared_ptr<Member> member = Member::Create(config, &error);
+  if (member == nullptr) return error;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  members_.push_back(std::move(member));
+  return "";
+}
+
+std::shared_ptr<Member> Pools::Find(int32_t pool, int32_t device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const std::shared_ptr<Member>& member : members_) {
+    if (member->config().pool == pool && member->config().device == device) return member;
+  }
+  return nullptr;
+}
+
+std::vector<std::shared_ptr<Member>> Pools::MembersOf(int32_t pool) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::shared_ptr<Member>> found;
+  for (const std::shared_ptr<Member>& member : members_) {
+    if (member->config().pool == pool) found.push_back(member);
+  }
+  return found;
+}
+
+void Pools::Remove(int32_t pool) {
+  for (const std::shared_ptr<Member>& member : MembersOf(pool)) {
+    const CurrentDevice current(member->config().device);
+    cudaDeviceSynchronize();
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto of_pool = [pool](const auto& member) { return member->config().pool == pool; };
+  members_.erase(std::remove_if(members_.begin(), members_.end(), of_pool), members_.end());
+}
+
+std::string PoolFailure(int32_t pool) {
+  for (const std::shared_ptr<Member>& member : Pools::Get().MembersOf(pool)) {
+    std::string failure = member->Failure();
+    if (!failure.empty()) return failure;
+  }
+  return "";
+}
+
+}  // namespace magi_jax::comm

@@ -1,0 +1,104 @@
+// Symmetric memory: what each rank's device holds for the group collectives, found by the number of
+// the pool and the device. Everything is allocated at set-up; calls only look it up.
+
+#ifndef MAGI_JAX_XLA_FFI_COMM_POOL_H_
+#define MAGI_JAX_XLA_FFI_COMM_POOL_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "xla_ffi/comm/params.h"
+
+namespace magi_jax::comm {
+
+enum class Kind : uint32_t { kCast, kReduceSum, kReduceLse };
+
+const char* KindName(Kind kind);
+
+struct MemberConfig {
+  int32_t pool;
+  int32_t device;  // ordinal
+  int32_t rank, cp_size;
+  // Room for the operands of a call, which peers then read there. 0: they read them where XLA has
+  // them, which only ranks of one process can.
+  int64_t staging_bytes;
+  int64_t timeout_ns;
+  int32_t num_blocks;  // of the kernels that move rows
+};
+
+// One rank's place in a pool. Made and connected at set-up by one thread; used by the thread that
+// runs the device.
+class Member {
+ public:
+  // Allocates on the device. On failure the message says why, and null is returned.
+  static std::unique_ptr<Member> Create(const MemberConfig& config, std::string* error);
+  ~Member();
+  Member(const Member&) = delete;
+  Member& operator=(const Member&) = delete;
+
+  const MemberConfig& config() const { return config_; }
+  int64_t allocated_bytes() const { return memory_bytes_; }
+  void* memory() const { return memory_; }
+  // Bytes with which another process of the host opens the memory; empty with an error.
+  std::string Export(std::string* error) const;
+
+  // Tells where the memory of a peer is. Each returns an error or nothing.
+  std::string ConnectLocal(int32_t peer_rank, int32_t peer_device, void* peer_memory);
+  std::string ConnectExported(int32_t peer_rank, const std::string& exported);
+  std::string FinishConnecting();
+
+  // Starts the next call on `stream`: after the call before it, on whatever stream that ran.
+  cudaError_t Begin(cudaStream_t stream, Kind kind, uint64_t signature, Meeting* meeting);
+  cudaError_t End(cudaStream_t stream);
+  void* staging() const;
+
+  // What went wrong, once something has; empty before. Does not wait for the device.
+  std::string Failure() const;
+
+  std::mutex mutex;  // held by a call while it enqueues
+
+ private:
+  explicit Member(const MemberConfig& config) : config_(config) {}
+  Mailbox* MailboxAt(void* peer_memory) const;
+
+  const MemberConfig config_;
+  // [mailboxes: cp][outbox: cp][bases: cp][broken] and the staging area, one allocation.
+  void* memory_ = nullptr;
+  int64_t memory_bytes_ = 0;
+  FailureRecord* record_ = nullptr;  // pinned host memory
+  cudaEvent_t last_call_ = nullptr;
+  uint64_t call_ = 0;
+  std::vector<Mailbox*> outbox_;
+  std::vector<uint64_t> bases_;
+  std::vector<void*> opened_;
+};
+
+// All pools of the process.
+class Pools {
+ public:
+  static Pools& Get();
+
+  int32_t NextNumber();
+  std::string Add(const MemberConfig& config);  // an error or nothing
+  std::shared_ptr<Member> Find(int32_t pool, int32_t device);
+  std::vector<std::shared_ptr<Member>> MembersOf(int32_t pool);
+  // Frees the memory once the device has nothing left to do.
+  void Remove(int32_t pool);
+
+ private:
+  std::mutex mutex_;
+  int32_t next_number_ = 1;
+  std::vector<std::shared_ptr<Member>> members_;
+};
+
+// The first failure of any member of a pool in this process; empty if there is none.
+std::string PoolFailure(int32_t pool);
+
+}  // namespace magi_jax::comm
+
+#endif  // MAGI_JAX_XLA_FFI_COMM_POOL_H_

@@ -1,0 +1,258 @@
+// Combines rows at their owner, which reads the parts where its peers have them. Every element is
+// combined by one thread: first the parts of the other ranks, in the order of ranks, then its own.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "xla_ffi/comm/kernels.h"
+#include "xla_ffi/comm/sources.cuh"
+
+namespace magi_jax::comm {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kUnroll = 4;
+constexpr int kVectorBytes = 16;
+
+__device__ float ToSum(float x) { return x; }
+__device__ float ToSum(__half x) { return __half2float(x); }
+__device__ float ToSum(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ int32_t ToSum(int32_t x) { return x; }
+__device__ bool ToSum(bool x) { return x; }
+
+__device__ float Add(float a, float b) { return a + b; }
+__device__ int32_t Add(int32_t a, int32_t b) {
+  return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
+}
+__device__ bool Add(bool a, bool b) { return a || b; }
+
+// Elements that are moved together.
+template <class T, int kElements>
+struct alignas(sizeof(T) * kElements) Pack {
+  T values[kElements];
+};
+
+// Walks over the ranks that have a part of a row: the peers first, the own rank last.
+struct PartWalk {
+  int32_t row;
+  int32_t word;   // of `seen`
+  uint32_t bits;  // of the word, peers that are still to come
+  bool own;
+
+  __device__ void Start(const RowMap& map, int32_t rank, int32_t first_row) {
+    row = first_row;
+    own = false;
+    word = -1;
+    bits = 0;
+    Read(map, rank);
+  }
+
+  __device__ void Read(const RowMap& map, int32_t rank) {
+    bits = map.seen[int64_t{++word} * map.rows + row];
+    if (rank / 32 != word) return;
+    own = (bits >> (rank % 32)) & 1;
+    bits &= ~(1u << (rank % 32));
+  }
+
+  // The next rank, or -1 at the end.
+  __device__ int32_t Next(const RowMap& map, int32_t rank, int32_t words) {
+    while (bits == 0 && word + 1 < words) Read(map, rank);
+    if (bits != 0) {
+      const int32_t peer = word * 32 + __ffs(static_cast<int>(bits)) - 1;
+      bits &= bits - 1;
+      return peer;
+    }
+    const int32_t last = own ? rank : -1;
+    own = false;
+    return last;
+  }
+
+  __device__ int32_t RowAt(const RowMap& map, int32_t peer) const {
+    return map.row_of[int64_t{peer} * map.rows + row];
+  }
+};
+
+template <class T, class Sum, int kElements>
+__device__ void SumLeaf(const Meeting& meeting, const Leaf& leaf, const Sources& sources,
+                        const RowMap& map) {
+  using Part = Pack<T, kElements>;
+  const uint32_t per_row = leaf.row_elements / kElements;
+  const int32_t words = SeenWords(meeting.cp_size);
+  auto* result = static_cast<Sum*>(leaf.result);
+  ForEachChunk<kUnroll>(per_row * map.rows, [&](const auto& index, const auto& valid) {
+    Sum sums[kUnroll][kElements] = {};
+    uint32_t column[kUnroll];
+    PartWalk walk[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const uint32_t row = index[u] / per_row;
+      column[u] = index[u] - row * per_row;
+      walk[u].Start(map, meeting.rank, static_cast<int32_t>(row));
+    }
+    for (bool more = true; more;) {
+      Part part[kUnroll];
+      bool have[kUnroll];
+      more = false;
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int32_t peer = walk[u].Next(map, meeting.rank, words);
+        have[u] = peer >= 0;
+        if (!have[u]) continue;
+        more = true;
+        const int32_t row = walk[u].RowAt(map, peer);
+        part[u] = sources.Row<Part>(peer, row, leaf.row_bytes)[column[u]];
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (!have[u]) continue;
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) {
+          sums[u][e] = Add(sums[u][e], ToSum(part[u].values[e]));
+        }
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (!valid[u]) continue;
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        result[int64_t{index[u]} * kElements + e] = sums[u][e];
+      }
+    }
+  });
+}
+
+// Sums the leaves of one kind of element: with all kinds in one kernel, registers would spill.
+template <class T, class Sum>
+__global__ void __launch_bounds__(kThreads)
+    ReduceSumKernel(const __grid_constant__ Meeting meeting, const __grid_constant__ Move move,
+                    Element element) {
+  constexpr int kElements = sizeof(T) == 1 ? 1 : kVectorBytes / sizeof(T);
+  __shared__ Sources sources;
+  if (IsBroken(meeting)) return;
+  for (int i = 0; i < move.num_leaves; ++i) {
+    const Leaf& leaf = move.leaves[i];
+    if (leaf.element != element) continue;
+    sources.Fill(meeting, leaf, i);
+    if (leaf.row_elements % kElements == 0) {
+      SumLeaf<T, Sum, kElements>(meeting, leaf, sources, move.map);
+    } else {
+      SumLeaf<T, Sum, 1>(meeting, leaf, sources, move.map);
+    }
+  }
+}
+
+using SumKernel = void (*)(Meeting, Move, Element);
+
+SumKernel SumKernelOf(Element element) {
+  switch (element) {
+    case Element::kF32:
+      return ReduceSumKernel<float, float>;
+    case Element::kF16:
+      return ReduceSumKernel<__half, float>;
+    case Element::kBF16:
+      return ReduceSumKernel<__nv_bfloat16, float>;
+    case Element::kS32:
+      return ReduceSumKernel<int32_t, int32_t>;
+    case Element::kPred:
+      return ReduceSumKernel<bool, bool>;
+  }
+  return nullptr;
+}
+
+constexpr Element kElementKinds[] = {Element::kF32, Element::kF16, Element::kBF16, Element::kS32,
+                                     Element::kPred};
+
+constexpr float kUnseen = -INFINITY;
+
+__device__ float LogAddExp(float a, float b) {
+  const float top = fmaxf(a, b);
+  // Also where both are +inf or either is NaN, as in jax.numpy.
+  if (a == b && !(top < INFINITY && top > -INFINITY)) return top;
+  if (isnan(a) || isnan(b)) return a + b;
+  return top + log1pf(expf(-fabsf(a - b)));
+}
+
+__device__ float Weight(float part, float total) {
+  return part == kUnseen ? 0.0f : expf(part - total);
+}
+
+// One element of `out` per thread, and with the first of a head its lse.
+template <class T>
+__device__ void MergeRows(const Meeting& meeting, const Move& move, const Sources& outs,
+                          const Sources& lses) {
+  const Leaf &out = move.leaves[0], &lse = move.leaves[1];
+  const int32_t words = SeenWords(meeting.cp_size);
+  const uint32_t head_dim = out.row_elements / lse.row_elements;
+  ForEachChunk<1>(out.row_elements * move.map.rows, [&](const auto& index, const auto& valid) {
+    if (!valid[0]) return;
+    const uint32_t row = index[0] / out.row_elements, column = index[0] % out.row_elements;
+    const uint32_t head = column / head_dim;
+    float total = 0.0f, total_lse = kUnseen;
+    PartWalk walk;
+    walk.Start(move.map, meeting.rank, static_cast<int32_t>(row));
+    for (int32_t peer; (peer = walk.Next(move.map, meeting.rank, words)) >= 0;) {
+      const int32_t part_row = walk.RowAt(move.map, peer);
+      const float part_lse = lses.Row<float>(peer, part_row, lse.row_bytes)[head];
+      const float part = ToSum(outs.Row<T>(peer, part_row, out.row_bytes)[column]);
+      const float merged = LogAddExp(total_lse, part_lse);
+      total = total * Weight(total_lse, merged) + part * Weight(part_lse, merged);
+      total_lse = merged;
+    }
+    static_cast<float*>(out.result)[index[0]] = total;
+    if (column % head_dim == 0) {
+      static_cast<float*>(lse.result)[int64_t{row} * lse.row_elements + head] = total_lse;
+    }
+  });
+}
+
+__global__ void __launch_bounds__(kThreads)
+    ReduceLseKernel(const __grid_constant__ Meeting meeting, const __grid_constant__ Move move) {
+  __shared__ Sources outs, lses;
+  if (IsBroken(meeting)) return;
+  outs.Fill(meeting, move.leaves[0], 0);
+  lses.Fill(meeting, move.leaves[1], 1);
+  switch (move.leaves[0].element) {
+    case Element::kF32:
+      MergeRows<float>(meeting, move, outs, lses);
+      break;
+    case Element::kF16:
+      MergeRows<__half>(meeting, move, outs, lses);
+      break;
+    case Element::kBF16:
+      MergeRows<__nv_bfloat16>(meeting, move, outs, lses);
+      break;
+    default:
+      break;  // refused by the handler
+  }
+}
+
+}  // namespace
+
+cudaError_t ReduceSum(const Meeting& meeting, const Move& move, cudaStream_t stream) {
+  for (const Element element : kElementKinds) {
+    bool present = false;
+    for (int i = 0; i < move.num_leaves; ++i) present |= move.leaves[i].element == element;
+    if (!present) continue;
+    SumKernelOf(element)<<<move.num_blocks, kThreads, 0, stream>>>(meeting, move, element);
+    if (cudaError_t error = cudaGetLastError()) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t ReduceLse(const Meeting& meeting, const Move& move, cudaStream_t stream) {
+  ReduceLseKernel<<<move.num_blocks, kThreads, 0, stream>>>(meeting, move);
+  return cudaGetLastError();
+}
+
+cudaError_t LoadReduceKernels() {
+  cudaFuncAttributes attributes;
+  for (const Element element : kElementKinds) {
+    const auto* kernel = reinterpret_cast<const void*>(SumKernelOf(element));
+    if (cudaError_t error = cudaFuncGetAttributes(&attributes, kernel)) return error;
+  }
+  return cudaFuncGetAttributes(&attributes, ReduceLseKernel);
+}
+
+}  // namespace magi_jax::comm
