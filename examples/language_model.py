@@ -6,6 +6,7 @@ one device and under dense attention.
 
 import argparse
 import functools
+import os
 from collections.abc import Sequence
 
 import corpus
@@ -14,8 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import AxisType
 
 import magi_jax as mj
+
+
+def start_devices(flags: argparse.Namespace) -> jax.sharding.Mesh:
+    """Makes the mesh (dp, cp); on CPU out of virtual devices."""
+    if flags.device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", flags.dp * flags.cp)
+        # Many launches in flight on virtual devices can starve each other of threads.
+        os.environ.setdefault("PJRT_NPROC", str(2 * flags.dp * flags.cp))
+    return jax.make_mesh((flags.dp, flags.cp), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

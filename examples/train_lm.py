@@ -12,7 +12,6 @@ that the step is compiled once.
 import argparse
 import functools
 import itertools
-import os
 import textwrap
 from pathlib import Path
 
@@ -24,7 +23,7 @@ import numpy as np
 import optax
 import show
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import magi_jax as mj
@@ -62,16 +61,6 @@ def parse_flags() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder for the pictures")
     return parser.parse_args()
-
-
-def start_devices(flags: argparse.Namespace) -> jax.sharding.Mesh:
-    """Makes the mesh (dp, cp); on CPU out of virtual devices."""
-    if flags.device == "cpu":
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", flags.dp * flags.cp)
-        # Many launches in flight on virtual devices can starve each other of threads.
-        os.environ.setdefault("PJRT_NPROC", str(2 * flags.dp * flags.cp))
-    return jax.make_mesh((flags.dp, flags.cp), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
 
 
 def mib(num_bytes: float) -> str:
@@ -131,7 +120,7 @@ def describe_plans(flags, config: mj.PlanConfig, masks, segment_ids: np.ndarray)
 
 def main() -> None:
     flags = parse_flags()
-    mesh = start_devices(flags)
+    mesh = language_model.start_devices(flags)
     flags.out.mkdir(parents=True, exist_ok=True)
     compilations: dict[str, int] = {}
     count_compilations(compilations)

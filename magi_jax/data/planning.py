@@ -45,8 +45,9 @@ class PlanBatch:
 
     Attributes:
         cp_size: number of ranks that share a sequence.
-        masks: each makes a mask of a sequence from its segment ids ``[L]``. The first decides which
-            rank gets which tokens; the others use the same dispatch.
+        masks: each makes a mask of a sequence from its segment ids ``[L]``, and may be shorter than
+            the sequence where that ends in padding. The first decides which rank gets which tokens; the
+            others use the same dispatch.
         config: the knobs of planning.
         specs: static sizes of the plans, one per mask; batches that share them share a compiled
             program. None takes the sizes that each batch needs. `fit` finds them.
@@ -132,7 +133,9 @@ class PlanBatch:
         if like is not None:
             overlaps = [spec.num_remote_stages for spec in like]
         spec, *other_specs = specs or (None,) * len(self.masks)
-        config = dataclasses.replace(self.config, overlap=overlaps[0])
+        # A mask may end before the padding does.
+        seq_len = self.config.seq_len or len(ids)
+        config = dataclasses.replace(self.config, overlap=overlaps[0], seq_len=seq_len)
         plans = [make_plan(first, self.cp_size, config, spec)]
         for mask, overlap, spec in zip(others, overlaps[1:], other_specs, strict=True):
             plans.append(plans[0].with_mask(mask, overlap=overlap, spec=spec))

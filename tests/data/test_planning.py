@@ -141,3 +141,20 @@ def test_dictionary_of_another_pipeline_goes_in_as_it_is(rng):
 def test_dictionary_without_the_named_segment_ids_is_refused():
     with pytest.raises(KeyError, match=r"no 'segment_ids', it has \['inputs'\]"):
         PlanBatch(CP, (CAUSAL,))({"inputs": np.ones((1, 8))})
+
+
+def test_masks_may_end_before_the_padding():
+    """As those do that are built from lengths; batches with other paddings share one spec."""
+
+    def from_lengths(ids):
+        return mj.masks.varlen(np.bincount(ids)[1:], causal=True)
+
+    batches = [
+        batch(pack([np.arange(1, n)] * 2, SEQ_LEN, window=2), 1) for n in (SEQ_LEN - 7, 290, 120)
+    ]
+    first, *others = (next(each) for each in batches)
+    planner = PlanBatch(CP, (from_lengths,), CONFIG).fit([first, *others])
+    for packed in (first, *others):
+        (plan,) = planner(packed).plans
+        (expected,) = PlanBatch(CP, (CAUSAL,), CONFIG, planner.specs)(packed).plans
+        assert plan.fingerprint() == expected.fingerprint()
