@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from magi_jax import data, flax, masks, testing
     from magi_jax.comm import group_cast, group_reduce
     from magi_jax.masks import AttnMask, AttnSlice, MaskType
-    from magi_jax.ops import build_info, dot_product_attention, flex_flash_attention
+    from magi_jax.ops import (
+        block_sparse_table,
+        build_info,
+        dot_product_attention,
+        flex_flash_attention,
+    )
     from magi_jax.parallel import DistOptions, dispatch, roll, undispatch
     from magi_jax.parallel.dist_attention import dist_attention
     from magi_jax.plan import AttentionPlan, PlanConfig, PlanSpec, make_plan, stack_plans
@@ -29,6 +34,7 @@ __all__ = [
     "MaskType",
     "PlanConfig",
     "PlanSpec",
+    "block_sparse_table",
     "build_info",
     "data",
     "dispatch",
@@ -59,7 +65,12 @@ _NAMES_OF = {
         "slice_table",
         "stack_plans",
     ),
-    "ops": ("build_info", "dot_product_attention", "flex_flash_attention"),
+    "ops": (
+        "block_sparse_table",
+        "build_info",
+        "dot_product_attention",
+        "flex_flash_attention",
+    ),
     "comm": ("group_cast", "group_reduce"),
     "parallel": ("DistOptions", "dispatch", "dist_attention", "roll", "undispatch"),
 }

@@ -2,7 +2,9 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,12 @@ from magi_jax import mesh
 from magi_jax.masks import AttnMask
 from magi_jax.ops import base
 from magi_jax.ops.base import Implementation
+from magi_jax.ops.head_groups import by_head_groups
 from magi_jax.ops.implementations import get_implementation
 from magi_jax.ops.lse import add_sinks, max_of_rows, sinks_gradient
 from magi_jax.plan import SliceTable, slice_table
+
+Mask = AttnMask | SliceTable
 
 # Name of `out` and `lse` for remat policies such as `jax.checkpoint_policies.save_only_these_names`.
 CONTEXT_NAME = "context"
@@ -76,7 +81,7 @@ def flex_flash_attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    mask: AttnMask | SliceTable,
+    mask: Mask | Sequence[Mask],
     *,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
@@ -92,11 +97,15 @@ def flex_flash_attention(
     q, k, v and sinks, through both results.
 
     Args:
-        q: ``[*B, T, N, H]``, float32, bfloat16 or float16. All sequences of a batch share the mask.
+        q: ``[*B, T, N, H]``, float32, bfloat16 or float16. All sequences of a batch share a mask of
+            ``T`` queries; under one of ``B * T`` (`masks.concatenate` of one for each) they are a single
+            packed stream.
         k: ``[*B, S, K, H]``, dtype of q; query head n reads kv head ``n // (N // K)``.
         v: ``[*B, S, K, Hv]``, dtype of q.
         mask: an `AttnMask`, which becomes part of the program; or a `SliceTable` (`plan.slice_table`),
             whose arrays may be arguments of it, so that a new mask of the same sizes compiles nothing.
+            `block_sparse_table` makes one on the device. A sequence of G masks is for G equal groups of
+            neighbouring kv heads and the query heads that read them.
         scale: factor of the logits; None is ``H ** -0.5``.
         logits_soft_cap: logits become ``cap * tanh(logits / cap)``; None for no cap.
         sinks: ``[N]``, or ``[X, N]`` for X of them: logits that join the softmax of every row of their
@@ -120,44 +129,69 @@ def flex_flash_attention(
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     sinks = None if sinks is None else jnp.asarray(sinks)
     chosen = get_implementation(implementation, deterministic=deterministic)
-    table = _table(mask)
-    batch = _check_batch(q, k, v)
+    _check_batch(q, k, v)
     _check_sinks(sinks, q.shape[-2])
     cap = _soft_cap(logits_soft_cap)
     scale = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
     base.check_options(scale, cap)
     call = _Call(chosen, scale, cap, return_max_logits)
-
-    def attend(q, k, v, sinks, table):
-        base.check_operands(q, k, v, table)
-        return _attention(call, q, k, v, sinks, table)
-
-    operands = mesh.unify_varying(q, k, v, sinks, table)
-    if batch:
-        q, k, v = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in operands[:3])
-        attend = jax.vmap(attend, in_axes=(0, 0, 0, None, None))
-        out, lse, max_logits = attend(q, k, v, *operands[3:])
-        out, lse = (x.reshape(*batch, *x.shape[1:]) for x in (out, lse))
-        max_logits = max_of_rows(max_logits) if return_max_logits else None
+    operands = (q, k, v, sinks)
+    if isinstance(mask, list | tuple):
+        results = by_head_groups(functools.partial(_attend, call), operands, mask)
     else:
-        out, lse, max_logits = attend(*operands)
-    results = (out, *([lse] * return_residual), *([max_logits] * return_max_logits))
-    return results if len(results) > 1 else out
+        results = _attend(call, *operands, mask)
+    wanted = (True, return_residual, return_max_logits)
+    kept: list[Any] = [x for x, is_kept in zip(results, wanted, strict=True) if is_kept]
+    return tuple(kept) if len(kept) > 1 else kept[0]
 
 
-def _table(mask: AttnMask | SliceTable) -> SliceTable:
+def _attend(call: _Call, q, k, v, sinks, mask) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """``out``, ``lse`` and the largest logits of a batch under one mask."""
+    table = _table(mask)
+    lead = q.shape[:-3]
+    operands = mesh.unify_varying(q, k, v, sinks, table)
+    if not lead:
+        return _checked_attention(call, *operands)
+    size = math.prod(lead)
+    if size != 1 and (table.q_len, table.k_len) == (size * q.shape[-3], size * k.shape[-3]):
+        q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in operands[:3])
+        out, lse, max_logits = _checked_attention(call, q, k, v, *operands[3:])
+        return (
+            out.reshape(*lead, -1, *out.shape[1:]),
+            lse.reshape(*lead, -1, q.shape[1]),
+            max_logits,
+        )
+    q, k, v = (x.reshape(size, *x.shape[-3:]) for x in operands[:3])
+    attend = jax.vmap(functools.partial(_checked_attention, call), in_axes=(0, 0, 0, None, None))
+    out, lse, max_logits = attend(q, k, v, *operands[3:])
+    out, lse = (x.reshape(*lead, *x.shape[1:]) for x in (out, lse))
+    return out, lse, max_of_rows(max_logits) if call.with_max_logits else None
+
+
+def _checked_attention(call, q, k, v, sinks, table):
+    base.check_operands(q, k, v, table)
+    return _attention(call, q, k, v, sinks, table)
+
+
+def _table(mask: Mask) -> SliceTable:
     if isinstance(mask, AttnMask):
         return slice_table(mask)
     if isinstance(mask, SliceTable):
         return mask
+    if callable(mask):
+        instead = (
+            "a function of positions would be called for each of T x S cells; say with magi_jax.masks which"
+            " bands it shows, or give a mask of whole blocks to magi_jax.block_sparse_table"
+        )
+    else:
+        instead = "magi_jax.masks builds masks, from dense arrays too (masks.from_dense)"
     raise TypeError(
-        f"mask must be an AttnMask or a SliceTable, got {type(mask).__name__}; magi_jax.masks builds masks,"
-        " from dense arrays too (masks.from_dense)"
+        f"mask must be an AttnMask or a SliceTable, got {type(mask).__name__}; {instead}"
     )
 
 
-def _check_batch(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[int, ...]:
-    """Leading axes that q, k and v share."""
+def _check_batch(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """Refuses q, k and v without the same leading axes."""
     if min(q.ndim, k.ndim, v.ndim) < 3:
         raise ValueError(
             "expected q [*B, T, N, H], k [*B, S, K, H], v [*B, S, K, Hv];"
@@ -167,7 +201,6 @@ def _check_batch(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[int, ...]:
         raise ValueError(
             f"q, k and v must have the same leading axes; got {q.shape=} {k.shape=} {v.shape=}"
         )
-    return q.shape[:-3]
 
 
 def _check_sinks(sinks: jax.Array | None, num_heads: int) -> None:

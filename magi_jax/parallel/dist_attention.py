@@ -1,6 +1,7 @@
 """`dist_attention`: exact attention over tokens that are sharded across a mesh axis."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,15 @@ from magi_jax.comm import Transport
 from magi_jax.comm.group_collectives import get_transport
 from magi_jax.mesh import make_varying, varying_axes
 from magi_jax.ops import CONTEXT_NAME, Implementation, get_implementation
+from magi_jax.ops.head_groups import by_head_groups
 from magi_jax.parallel import batch
-from magi_jax.parallel.operands import Specs, check_operands, check_shapes, find_specs
+from magi_jax.parallel.operands import (
+    Specs,
+    check_group_plans,
+    check_operands,
+    check_shapes,
+    find_specs,
+)
 from magi_jax.parallel.region import AxisNames, Region, find_region, reshard, run
 from magi_jax.parallel.stages import Stages
 from magi_jax.plan import AttentionPlan
@@ -49,7 +57,7 @@ def dist_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    plan: AttentionPlan,
+    plan: AttentionPlan | Sequence[AttentionPlan],
     axis_name: str = "cp",
     *,
     mesh: Mesh | AbstractMesh | None = None,
@@ -82,7 +90,9 @@ def dist_attention(
             their own plan gives them, or are whole on every rank.
         v: ``[S, K, Hv]`` or ``[B, S, K, Hv]``, dtype of q.
         plan: one plan for all sequences, or a stacked plan with a replica for each. Inside a
-            `shard_map` its leaves may be sharded over ``axis_name`` or whole.
+            `shard_map` its leaves may be sharded over ``axis_name`` or whole. A sequence of G plans on
+            one dispatch (`AttentionPlan.with_mask`) is for G equal groups of neighbouring kv heads and
+            the query heads that read them; heads must not be sharded over axes that are opened here.
         axis_name: mesh axis that rows are sharded over.
         mesh: the mesh, where the context has none.
         scale: factor of the logits; None is ``H ** -0.5``.
@@ -113,31 +123,32 @@ def dist_attention(
     sinks = None if sinks is None else jnp.asarray(sinks)
     region = find_region(axis_name, mesh, "dist_attention")
     check_shapes(q, k, v)
-    specs = find_specs(region, (q, k, v, sinks), plan, batch_axes, head_axis)
-    check_operands(region, specs, (q, k, v, sinks), plan)
-    stages = Stages(
-        implementation=get_implementation(implementation, deterministic=options.deterministic),
-        axis_name=axis_name,
-        scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
-        logits_soft_cap=float(logits_soft_cap or 0.0),
-        transport=get_transport(options.transport),
-        reduce_dtype=None if options.reduce_dtype is None else jnp.dtype(options.reduce_dtype),
-        keep_remote_kv=options.keep_remote_kv,
-        with_max_logits=return_max_logits,
-        # Ranks that all hold the keys each have a part of their gradient.
-        shared_key_axes=specs.rows if specs.keys_replicated else (),
-    )
-    plan = reshard(region, plan, specs.plan)
-    sinks = reshard(region, sinks, specs.sinks)
-    operands = (q, k, v, sinks)
-    if region.is_local:
-        operands = make_varying(operands, varying_axes((operands, plan)) | {axis_name})
-    out, lse, max_logits = _attention(_Call(region, specs, stages), operands, plan)
-    if return_max_logits and region.is_local:
-        # Here, where JAX tracks that all ranks then hold the same.
-        max_logits = jax.lax.pmax(jax.lax.stop_gradient(max_logits), axis_name)
-    results = (out, *([lse] * return_lse), *([max_logits] * return_max_logits))
-    return results if len(results) > 1 else out
+
+    def attend(q, k, v, sinks, plan):
+        specs = find_specs(region, (q, k, v, sinks), plan, batch_axes, head_axis)
+        check_operands(region, specs, (q, k, v, sinks), plan)
+        stages = Stages(
+            implementation=get_implementation(implementation, deterministic=options.deterministic),
+            axis_name=axis_name,
+            scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
+            logits_soft_cap=float(logits_soft_cap or 0.0),
+            transport=get_transport(options.transport),
+            reduce_dtype=None if options.reduce_dtype is None else jnp.dtype(options.reduce_dtype),
+            keep_remote_kv=options.keep_remote_kv,
+            with_max_logits=return_max_logits,
+            # Ranks that all hold the keys each have a part of their gradient.
+            shared_key_axes=specs.rows if specs.keys_replicated else (),
+        )
+        return _attend(_Call(region, specs, stages), (q, k, v, sinks), plan)
+
+    if isinstance(plan, AttentionPlan):
+        results = attend(q, k, v, sinks, plan)
+    else:
+        check_group_plans(region, q, plan, head_axis)
+        results = by_head_groups(attend, (q, k, v, sinks), plan)
+    wanted = (True, return_lse, return_max_logits)
+    kept: list[Any] = [x for x, is_kept in zip(results, wanted, strict=True) if is_kept]
+    return tuple(kept) if len(kept) > 1 else kept[0]
 
 
 @dataclass(frozen=True)
@@ -164,6 +175,21 @@ class _Call:
         caller's, as for any operand.
         """
         return self.specs.batch + self.specs.rows
+
+
+def _attend(call: _Call, operands, plan) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """``out``, ``lse`` and the largest logits of checked operands under one plan."""
+    region, specs = call.region, call.specs
+    plan = reshard(region, plan, specs.plan)
+    operands = (*operands[:3], reshard(region, operands[3], specs.sinks))
+    if region.is_local:
+        axes = varying_axes((operands, plan)) | {region.axis_name}
+        operands = make_varying(operands, axes)
+    out, lse, max_logits = _attention(call, operands, plan)
+    if max_logits is not None and region.is_local:
+        # Here, where JAX tracks that all ranks then hold the same.
+        max_logits = jax.lax.pmax(jax.lax.stop_gradient(max_logits), region.axis_name)
+    return out, lse, max_logits
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

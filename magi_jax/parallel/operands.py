@@ -1,5 +1,6 @@
 """Checks of the operands of distributed attention, and how they are sharded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -183,6 +184,31 @@ def _check_rows(region, name, x, local_len, plan_name):
             f"{name} has {x.shape[-3]} rows, but the plan lays {local_len * ranks} out"
             f" ({local_len} per rank{'' if region.is_local else f', {ranks} ranks'});"
             f" bring tokens there with dispatch(x, {plan_name}, {region.axis_name!r})"
+        )
+
+
+def check_group_plans(
+    region: Region, q: jax.Array, plans: Sequence[AttentionPlan], head_axis: AxisNames
+) -> None:
+    """Refuses plans that cannot serve groups of heads of the same tokens."""
+    for i, plan in enumerate(plans):
+        if not isinstance(plan, AttentionPlan):
+            raise TypeError(
+                f"plan must be an AttentionPlan or a sequence of them, got {type(plan).__name__}"
+            )
+        sizes = [(p.spec.cp_size, p.spec.seq_len, p.spec.local_len) for p in (plan, plans[0])]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"plan {i} is for (ranks, tokens, rows of each rank) {sizes[0]}, plan 0 for {sizes[1]};"
+                " groups of heads share one dispatch: make the others with plan.with_mask(mask)"
+            )
+    named = tuple(axis for axis in as_tuple(head_axis) if axis in region.automatic_axes)
+    sharded = named + explicit_entries(region, q)[-2]
+    if sharded:
+        raise NotImplementedError(
+            f"heads are sharded over {sharded}, and a plan for each group of heads needs all of them"
+            " in one place: call dist_attention inside a shard_map that is manual over that axis, with"
+            " the plans of its own heads on each shard"
         )
 
 

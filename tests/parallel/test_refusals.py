@@ -41,7 +41,7 @@ def test_what_fits_is_accepted():
         ("q has 30 rows.*dispatch", {"q": tensor(30, 4, 8)}),
         (f"k has {ROWS - 1} rows.*dispatch", {"k": tensor(ROWS - 1, 2, 8)}),
         (r"all be \[T, N, H\] or all be \[B, T, N, H\]", {"q": tensor(ROWS, 8)}),
-        (r"k \[\*B, T, K, H\]", {"k": tensor(ROWS, 2, 7)}),
+        (r"k \[\*B, S, K, H\]", {"k": tensor(ROWS, 2, 7)}),
         ("q has 4 heads, which is not a multiple of the 3 of k", {"k": tensor(ROWS, 3, 8)}),
         ("one floating dtype, got float32, float16", {"k": tensor(ROWS, 2, 8, dtype=np.float16)}),
         ("one floating dtype", {"q": tensor(ROWS, 4, 8, dtype=np.int32)}),
