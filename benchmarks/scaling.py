@@ -1,0 +1,191 @@
+"""Attention over 8 to 64 GPUs, ours beside known strategies: kernels timed on one GPU, transfers modelled.
+
+    python benchmarks/scaling.py prepare  [--cp 8 16 32 64] [--masks ...]     # CPU: what to time
+    python benchmarks/scaling.py time     [--budget-s 180]                    # one GPU: kernel times, JSON
+    python benchmarks/scaling.py simulate [--kernels FILE]                    # CPU: rates, JSON and pictures
+
+8192 tokens a rank, 64:8 heads of 128, bfloat16, nodes of 8. Each kernel call of each rank is a piece; equal
+pieces are timed once, the slowest ranks of each strategy first. Pieces that were not timed take the time that
+a fit to the timed ones gives them; the results say how many those are and how far the fit is off. The slowest
+rank rules. `scaling_model.py` states the links and what is hidden behind what.
+"""
+
+import argparse
+import json
+import pathlib
+import time
+
+import numpy as np
+from provenance import RESULTS, ROOT, save
+from scaling_fit import Fit, features, first_fit, fit
+from scaling_model import Machine, Times, step_us
+from scaling_time import choose, load_pieces, save_pieces, time_pieces
+from scaling_work import (
+    FLOPS_PER_PAIR,
+    HEAD_DIM,
+    NUM_HEADS,
+    OURS,
+    TOKENS_PER_RANK,
+    Piece,
+    Problem,
+    Work,
+    make_work,
+    problems,
+    strategy_names,
+)
+
+PIECES = ROOT / "outputs" / "scaling_pieces.npz"
+KERNELS = RESULTS / "scaling_kernels.json"
+Works = dict[tuple[int, str, str], Work]  # by ranks, mask and strategy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    prepare_ = commands.add_parser("prepare")
+    time_ = commands.add_parser("time")
+    simulate_ = commands.add_parser("simulate")
+    for command in (prepare_, time_, simulate_):
+        command.add_argument("--cp", type=int, nargs="+", default=[8, 16, 32, 64])
+        command.add_argument("--masks", nargs="+", help="names of masks; all by default")
+        command.add_argument("--tokens-per-rank", type=int, default=TOKENS_PER_RANK)
+        command.add_argument("--commit", help="commit of a tree without git")
+    for command in (prepare_, time_):
+        command.add_argument("--pieces", type=pathlib.Path, default=PIECES)
+    time_.add_argument("--budget-s", type=float, default=180.0)
+    time_.add_argument("--implementation", help="kernel by name; chosen by platform if not given")
+    time_.add_argument("--out", type=pathlib.Path, default=KERNELS)
+    simulate_.add_argument("--kernels", type=pathlib.Path, nargs="+", default=[KERNELS])
+    simulate_.add_argument("--out", type=pathlib.Path, default=RESULTS / "scaling.json")
+    simulate_.add_argument("--pictures", type=pathlib.Path, default=ROOT / "docs" / "pictures")
+    args = parser.parse_args()
+    {"prepare": prepare, "time": time_on_gpu, "simulate": simulate}[args.command](args)
+
+
+def all_work(args) -> tuple[Works, dict[str, Piece], dict[tuple[int, str], Problem]]:
+    """Works of all problems and strategies, their pieces, and the problems."""
+    works: Works = {}
+    pieces: dict[str, Piece] = {}
+    posed = {}
+    for cp in args.cp:
+        started = time.perf_counter()
+        for mask, problem in problems(cp, args.tokens_per_rank, args.masks).items():
+            posed[cp, mask] = problem
+            for name in strategy_names(problem, cp):
+                works[cp, mask, name] = make_work(name, problem, cp, pieces)
+        print(f"cp {cp}: {time.perf_counter() - started:.0f} s, {len(pieces)} pieces", flush=True)
+    return works, pieces, posed
+
+
+def prepare(args) -> dict[str, Piece]:
+    """Chooses pieces, writes them in the order of their worth, and says how long they should take."""
+    works, pieces, _ = all_work(args)
+    wanted = choose([(name, work) for (_, _, name), work in works.items()], pieces, first_fit())
+    chosen = {key: pieces[key] for key in wanted}
+    save_pieces(args.pieces, chosen)
+    table = np.array([features(piece) for piece in chosen.values()])
+    each = sum(first_fit().microseconds(table, which) for which in ("forward", "backward"))
+    seconds = (np.minimum(4 * each, 2 * each + 9000) + 15000).sum() / 1e6
+    print(f"{len(chosen)} of {len(pieces)} pieces, about {seconds:.0f} s, in {args.pieces}")
+    return chosen
+
+
+def time_on_gpu(args) -> None:
+    """Times the prepared pieces, or prepares them first."""
+    chosen = load_pieces(args.pieces) if args.pieces.exists() else prepare(args)
+    found = time_pieces(chosen, args.budget_s, args.implementation)
+    content = {
+        "what": "microseconds of kernel calls by piece; see scaling_work.Piece.key",
+        "implementation": args.implementation or "default",
+        "pieces": {
+            key: {
+                **{which: round(us, 1) for which, us in times.items()},
+                "area": chosen[key].area,
+                "heads": chosen[key].heads,
+            }
+            for key, times in found.items()
+        },
+    }
+    save(args.out, args.commit, content)
+
+
+def simulate(args) -> None:
+    """Rates of all strategies from the kernel times, as JSON and as pictures."""
+    timed: dict[str, dict] = {}
+    sources = [json.loads(path.read_text()) for path in args.kernels]
+    for source in sources:
+        timed.update(source["pieces"])
+    works, pieces, posed = all_work(args)
+    known = [key for key in timed if key in pieces]
+    fitted = fit(
+        np.array([features(pieces[key]) for key in known]),
+        {which: np.array([timed[key][which] for key in known]) for which in FLOPS_PER_PAIR},
+    )
+    machine = Machine()
+    rows = []
+    for (cp, mask, name), work in works.items():
+        times, measured = kernel_times(work, pieces, timed, fitted)
+        row = {"cp": cp, "mask": mask, "strategy": name, "measured": round(measured, 3)}
+        kernel = {w: getattr(times, w).sum(axis=1) for w in ("forward", "backward")}
+        for which, step in step_us(name, work, times, cp, machine).items():
+            flops = FLOPS_PER_PAIR[which] * posed[cp, mask].mask.area * NUM_HEADS * HEAD_DIM
+            row[which] = round(flops / cp / step / 1e6, 1)
+            row[f"{which}_us"] = round(step, 1)
+            row[f"{which}_kernel_us"] = round(float(kernel[which].max()), 1)
+        rows.append(row)
+    content = {
+        "what": "simulated TFLOP/s per GPU; kernels timed on one GPU, transfers modelled",
+        "machine": machine._asdict(),
+        "kernels": [{k: v for k, v in source.items() if k != "pieces"} for source in sources],
+        "timed_pieces": len(known),
+        "pieces": len(pieces),
+        "fit_error": {w: [round(x, 3) for x in e] for w, e in fitted.errors.items()},
+        "rows": rows,
+    }
+    save(args.out, args.commit, content)
+    print_table(rows)
+    if args.pictures:
+        from scaling_plot import draw
+
+        draw(rows, args.pictures)
+
+
+def kernel_times(
+    work: Work, pieces: dict[str, Piece], timed: dict[str, dict], fitted: Fit
+) -> tuple[Times, float]:
+    """Times of all calls of a work, and the share of their sum that was measured."""
+    names = [key for key in np.unique(work.calls) if key]
+    missing = [key for key in names if key not in timed]
+    guessed = {}
+    if missing:
+        table = np.array([features(pieces[key]) for key in missing])
+        both = [fitted.microseconds(table, which) for which in ("forward", "backward")]
+        guessed = {
+            key: {"forward": f, "backward": b} for key, f, b in zip(missing, *both, strict=True)
+        }
+    known = {**guessed, **{key: timed[key] for key in names if key in timed}}
+    parts = [
+        np.array([[known[key][which] if key else 0.0 for key in row] for row in work.calls])
+        for which in ("forward", "backward")
+    ]
+    total = sum(part.sum() for part in parts)
+    is_timed = np.isin(work.calls, [key for key in names if key in timed])
+    return Times(*parts), float(sum(part[is_timed].sum() for part in parts) / max(total, 1e-9))
+
+
+def print_table(rows: list[dict]) -> None:
+    """Ours and the best other strategy of each mask and number of ranks."""
+    for mask in dict.fromkeys(row["mask"] for row in rows):
+        cells = []
+        for cp in sorted({row["cp"] for row in rows}):
+            here = {r["strategy"]: r for r in rows if r["mask"] == mask and r["cp"] == cp}
+            for which in ("forward", "backward"):
+                others = {name: r[which] for name, r in here.items() if name != OURS}
+                best = max(others, key=others.__getitem__)
+                ours = here[OURS][which]
+                cells.append(f"{ours:4.0f}/{others[best]:4.0f} {best[:16]:16}")
+        print(f"{mask:20} " + " ".join(cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Compares the model of `scaling.py` with steps that really ran on several GPUs.
+
+    python benchmarks/scaling_check.py [--tokens-per-rank 8192 32768] [--json FILE]
+
+Steps of `dist_attention` are timed over all GPUs; the kernels of each rank alone on the first GPU, casts
+and reduces alone over all. The model lays the latter side by side as it does for 64 ranks; its error is how
+far that is from the former.
+"""
+
+import argparse
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from provenance import RESULTS, save
+from scaling_model import Machine, Times, staged_us
+from scaling_time import Bench
+from scaling_work import (
+    FLOPS_PER_PAIR,
+    HEAD_DIM,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    OURS,
+    Problem,
+    make_work,
+    problems,
+)
+from timing import seconds
+
+from magi_jax import DistOptions, dist_attention, group_cast, group_reduce
+from magi_jax.ops import get_implementation
+from magi_jax.plan import AttentionPlan, PlanConfig, make_plan
+
+MASKS = ("full", "causal", "varlen_full", "varlen_causal", "swa_causal", "prefix_lm")
+ROWS = PartitionSpec("cp")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens-per-rank", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--masks", nargs="+", default=list(MASKS))
+    parser.add_argument(
+        "--transport", help="of the group collectives; the default one if not given"
+    )
+    parser.add_argument("--implementation", help="kernel by name; chosen by platform if not given")
+    parser.add_argument("--commit", help="commit of a tree without git")
+    parser.add_argument("--json", type=pathlib.Path, default=RESULTS / "scaling_check.json")
+    args = parser.parse_args()
+    ranks = len(jax.devices())
+    mesh = jax.make_mesh((ranks,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
+    bench = Bench(get_implementation(args.implementation))
+    rows = []
+    for tokens in args.tokens_per_rank:
+        posed = problems(ranks, tokens, args.masks)
+        for name in args.masks:
+            row = check(posed[name], mesh, bench, args)
+            rows.append({"mask": name, "tokens_per_rank": tokens, "ranks": ranks, **row})
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()})
+            save(args.json, args.commit, {"transport": args.transport or "default", "rows": rows})
+
+
+def check(problem: Problem, mesh, bench: Bench, args) -> dict:
+    """Measured and predicted microseconds of one problem."""
+    ranks = mesh.size
+    pieces: dict = {}
+    work = make_work(OURS, problem, ranks, pieces)
+    timed = {key: bench.measure(piece) for key, piece in pieces.items()}
+    times = Times(
+        *(
+            np.array([[timed[key][which] if key else 0.0 for key in row] for row in work.calls])
+            for which in FLOPS_PER_PAIR
+        )
+    )
+    plan = make_plan(problem.mask, ranks, PlanConfig(ranks_per_node=ranks))
+    plan = jax.device_put(plan, NamedSharding(mesh, ROWS))
+    options = DistOptions(transport=args.transport)
+    cast_us, reduce_us = transfers(plan, mesh, options)
+    spread = np.ones((1, ranks))
+    moves = cast_us[:, None] * spread, reduce_us[:, None] * spread
+    predicted = staged_us(work, times, moves, Machine())
+    measured = steps(plan, mesh, bench, options)
+    result = {"cast_us": cast_us.tolist(), "reduce_us": reduce_us.tolist()}
+    for which, per_pair in FLOPS_PER_PAIR.items():
+        flops = per_pair * problem.mask.area * NUM_HEADS * HEAD_DIM / ranks
+        result[f"{which}_us"] = measured[which]
+        result[f"{which}_predicted_us"] = predicted[which]
+        result[f"{which}_error"] = predicted[which] / measured[which] - 1
+        result[which] = flops / measured[which] / 1e6
+        result[f"{which}_kernel_us"] = float(getattr(times, which).sum(axis=1).max())
+    return result
+
+
+def steps(plan: AttentionPlan, mesh, bench: Bench, options: DistOptions) -> dict[str, float]:
+    """Microseconds of forward, and of backward from saved residuals."""
+    rows = plan.cp_size * plan.spec.local_len
+    heads = NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS
+    make = jax.jit(
+        lambda key, n: jax.random.normal(key, (rows, n, HEAD_DIM), jnp.bfloat16),
+        static_argnums=1,
+        out_shardings=NamedSharding(mesh, ROWS),
+    )
+    q, k, v, dout = (make(jax.random.key(i), n) for i, n in enumerate(heads))
+
+    def call(q, k, v, plan):
+        return dist_attention(
+            q, k, v, plan, mesh=mesh, implementation=bench.implementation, options=options
+        )
+
+    forward = jax.jit(call)
+    start = jax.jit(lambda q, k, v, plan: jax.vjp(lambda *x: call(*x, plan), q, k, v))
+    finish = jax.jit(lambda pull, dout: pull(dout))
+    _, pull = start(q, k, v, plan)
+    return {
+        "forward": 1e6 * seconds(lambda: forward(q, k, v, plan)),
+        "backward": 1e6 * seconds(lambda: finish(pull, dout)),
+    }
+
+
+def transfers(plan: AttentionPlan, mesh, options: DistOptions) -> tuple[np.ndarray, np.ndarray]:
+    """Microseconds of the cast and of the reduce of each remote stage, alone."""
+    rows = plan.cp_size * plan.spec.local_len
+    casts, reduces = [], []
+    for comm in plan.comm:
+
+        def cast(kv, comm):
+            return group_cast(kv, comm, "cp", transport=options.transport)
+
+        def reduce(dkv, comm):
+            return group_reduce(dkv, comm, "cp", transport=options.transport)
+
+        def over(fn):
+            return jax.jit(
+                jax.shard_map(fn, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
+            )
+
+        shape = NUM_KV_HEADS, HEAD_DIM
+        place = NamedSharding(mesh, ROWS)
+        kv = [jax.device_put(jnp.ones((rows, *shape), jnp.bfloat16), place) for _ in range(2)]
+        received = plan.cp_size * comm.dst_rows
+        dkv = [jax.device_put(jnp.ones((received, *shape), jnp.float32), place) for _ in range(2)]
+        casting, reducing = over(cast), over(reduce)
+        casts.append(1e6 * seconds(lambda c=casting, kv=kv, m=comm: c(kv, m), budget_s=0.05))
+        reduces.append(1e6 * seconds(lambda r=reducing, d=dkv, m=comm: r(d, m), budget_s=0.05))
+    return np.array(casts), np.array(reduces)
+
+
+if __name__ == "__main__":
+    main()

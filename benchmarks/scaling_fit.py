@@ -1,0 +1,73 @@
+"""How long a kernel call should take, from what its table makes it walk; fitted to calls that were timed."""
+
+from typing import NamedTuple
+
+import numpy as np
+from scaling_work import FLOPS_PER_PAIR, HEAD_DIM, Piece
+from scipy.optimize import nnls
+
+from magi_jax.solver import slice_table
+
+PROCESSORS = 132  # of an H100 or H200
+# TFLOP/s on cells that are walked, before anything was timed.
+FIRST_TFLOPS = {"forward": 600.0, "backward": 500.0}
+
+
+class Fit(NamedTuple):
+    """Microseconds of a call as a sum of features, and how far off it is on what it was fitted to.
+
+    Attributes:
+        weights: of each feature, by pass.
+        errors: 50th and 95th percentile of the relative error, by pass.
+    """
+
+    weights: dict[str, np.ndarray]
+    errors: dict[str, tuple[float, float]]
+
+    def microseconds(self, features: np.ndarray, which: str) -> np.ndarray:
+        """Predicted times of features ``[pieces, 5]``."""
+        return features @ self.weights[which]
+
+
+def features(piece: Piece) -> np.ndarray:
+    """``[5]``: one; walked cells in all and those under a mask, over processors; runs; the longest tile.
+
+    Cells are those of 128-row tiles, times heads, in units of a 128 x 128 block.
+    """
+    slices = piece.slices.astype(np.int64)
+    engine = slice_table.ENGINES["compiled"]
+    walk = engine(slices, np.zeros(len(slices), np.int64), 1, piece.q_len, 128)
+    count = int(walk.ptr[0, -1])
+    runs = walk.runs[0, :count].astype(np.float64)
+    length = runs[:, 1] - runs[:, 0]
+    tile = np.repeat(np.arange(walk.ptr.shape[1] - 1), np.diff(walk.ptr[0]))
+    longest = np.bincount(tile, length).max(initial=0.0)
+    masked = length - (runs[:, 3] - runs[:, 2])
+    share = piece.heads / PROCESSORS / 128
+    tiles = np.count_nonzero(np.diff(walk.ptr[0])) * 128 * share
+    return np.array([1.0, length.sum() * share, masked.sum() * share, tiles, longest / 128])
+
+
+def first_fit() -> Fit:
+    """What to go by before anything was timed."""
+    weights = {}
+    for which, tflops in FIRST_TFLOPS.items():
+        block_us = FLOPS_PER_PAIR[which] * 128 * 128 * HEAD_DIM / (tflops * 1e6) * PROCESSORS
+        weights[which] = np.array([8.0, block_us, 0.3 * block_us, 1.0, 0.0])
+    return Fit(weights, {which: (0.0, 0.0) for which in weights})
+
+
+def fit(all_features: np.ndarray, times_us: dict[str, np.ndarray]) -> Fit:
+    """Least squares of relative errors with weights that are not negative.
+
+    Args:
+        all_features: ``[pieces, 5]`` of the timed pieces.
+        times_us: their times ``[pieces]``, by pass.
+    """
+    weights, errors = {}, {}
+    for which, times in times_us.items():
+        solution, _ = nnls(all_features / times[:, None], np.ones(len(times)))
+        off = np.abs(all_features @ solution / times - 1)
+        weights[which] = solution
+        errors[which] = tuple(float(x) for x in np.percentile(off, [50, 95]))
+    return Fit(weights, errors)

@@ -1,0 +1,224 @@
+"""Times pieces of work on one GPU, and chooses which of them are worth its time."""
+
+import itertools
+import pathlib
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scaling_fit import Fit, features
+from scaling_work import HEAD_DIM, OURS, Piece, Work
+
+from magi_jax.ops import get_implementation
+from magi_jax.plan.slice_table import build_table, exact_spec, pad_table
+from magi_jax.plan.spec import TableSpec, bucket
+from magi_jax.plan.tables import SliceTable
+
+OVERHEAD_US = 15_000.0  # of making and moving the operands of a piece
+
+
+def choose(works: Iterable[tuple[str, Work]], pieces: dict[str, Piece], fit: Fit) -> list[str]:
+    """Names of pieces in the order of their worth.
+
+    Ours first: all calls of the three slowest ranks and of two more. Then, of each other strategy, the calls
+    of the slowest rank, or for rings the four slowest calls; then two more of each drawn at random.
+    """
+    rng = np.random.default_rng(0)
+    rounds: tuple[list[str], list[str], list[str]] = ([], [], [])
+    predicted = predict(pieces, fit)
+    for name, work in works:
+        cost = np.array([[predicted.get(key, 0.0) for key in row] for row in work.calls])
+        by_rank = np.argsort(-cost.sum(axis=1), kind="stable")
+        if name == OURS:
+            sampled = [*by_rank[:3], *rng.permutation(by_rank[3:])[:2]]
+            rounds[0].extend(work.calls[sampled].ravel())
+            continue
+        if work.level_sizes or cost.shape[1] == 1:
+            rounds[1].extend(work.calls[by_rank[0]])
+            rounds[2].extend(work.calls[rng.permutation(by_rank[1:])[:1]].ravel())
+            continue
+        keys, first = np.unique(work.calls, return_index=True)
+        slowest = keys[np.argsort(-cost.ravel()[first], kind="stable")]
+        rounds[1].extend(slowest[:4])
+        rounds[2].extend(rng.permutation(slowest[4:])[:2])
+    return [key for key in dict.fromkeys(itertools.chain(*rounds)) if key]
+
+
+def predict(pieces: dict[str, Piece], fit: Fit) -> dict[str, float]:
+    """Forward and backward together, microseconds, of each piece."""
+    if not pieces:
+        return {}
+    table = np.array([features(piece) for piece in pieces.values()])
+    total = sum(fit.microseconds(table, which) for which in ("forward", "backward"))
+    return dict(zip(pieces, total.tolist(), strict=True))
+
+
+def save_pieces(path: pathlib.Path, pieces: dict[str, Piece]) -> None:
+    """Writes pieces in their order; small enough to travel."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    counts = [len(piece.slices) for piece in pieces.values()]
+    sizes = np.array([piece[1:] for piece in pieces.values()], dtype=object).astype(str)
+    rows = np.concatenate([piece.slices for piece in pieces.values()])
+    np.savez_compressed(path, rows=rows, counts=np.array(counts), sizes=sizes.astype("U8"))
+
+
+def load_pieces(path: pathlib.Path) -> dict[str, Piece]:
+    """The inverse of `save_pieces`."""
+    with np.load(path) as stored:
+        rows = np.split(stored["rows"], np.cumsum(stored["counts"])[:-1])
+        sizes = stored["sizes"].tolist()
+    pieces = [
+        Piece(slices, *(int(size) for size in entry[:4]), entry[4])
+        for slices, entry in zip(rows, sizes, strict=True)
+    ]
+    return {piece.key: piece for piece in pieces}
+
+
+def time_pieces(
+    pieces: dict[str, Piece], budget_s: float, implementation: str | None
+) -> dict[str, dict[str, float]]:
+    """Microseconds of forward and backward by piece, as many pieces as the budget allows."""
+    started = time.perf_counter()
+    bench = Bench(get_implementation(implementation))
+    found: dict[str, dict[str, float]] = {}
+    for count, (key, piece) in enumerate(pieces.items()):
+        used = time.perf_counter() - started
+        if used > budget_s:
+            print(f"out of time: {count} of {len(pieces)} pieces in {used:.0f} s", flush=True)
+            break
+        found[key] = bench.measure(piece)
+        if count % 100 == 0:
+            print(f"{count} pieces, {used:.0f} s, {bench.programs} programs", flush=True)
+    return found
+
+
+class Operands(NamedTuple):
+    """What the passes of a piece read, on the device."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    dout: jax.Array
+    delta: jax.Array
+
+
+class Bench:
+    """Operands and programs, made once for each shape."""
+
+    def __init__(self, implementation):
+        self.implementation = implementation
+        self.arrays: dict[tuple, jax.Array] = {}
+        self.made: dict[tuple, tuple] = {}
+
+    @property
+    def programs(self) -> int:
+        """Shapes for which programs were made."""
+        return len(self.made)
+
+    def measure(self, piece: Piece) -> dict[str, float]:
+        """Microseconds of the two passes."""
+        table = jax.device_put(device_table(piece))
+        operands = self._operands(piece, table)
+        merged = None
+        if piece.result == "merged":
+            merged = jnp.zeros(operands.q.shape, jnp.float32), jnp.zeros(operands.delta.shape)
+        forward, backward = self._programs(piece, table)
+        # The partial result is given away at each call, as inside a step, where it is never copied.
+        result = jax.block_until_ready(forward(operands, table, merged))
+        state = {"result": result}
+
+        def run_forward():
+            given = state["result"] if merged is not None else None
+            state["result"] = forward(operands, table, given)
+            return state["result"]
+
+        forward_us = mean_us(run_forward)
+        lse = state["result"][1]
+        jax.block_until_ready(backward(operands, lse, table))
+        backward_us = mean_us(lambda: backward(operands, lse, table))
+        return {"forward": forward_us, "backward": backward_us}
+
+    def _operands(self, piece: Piece, table: SliceTable) -> Operands:
+        q_shape = table.q_len, piece.heads, HEAD_DIM
+        kv_shape = table.k_len, piece.kv_heads, HEAD_DIM
+        return Operands(
+            self._array("q", q_shape),
+            self._array("k", kv_shape),
+            self._array("v", kv_shape),
+            self._array("dout", q_shape),
+            self._array("delta", q_shape[:2], jnp.float32),
+        )
+
+    def _array(self, name: str, shape: tuple[int, ...], dtype=jnp.bfloat16) -> jax.Array:
+        """Normal values, the same for equal names and shapes."""
+        if (name, shape) not in self.arrays:
+            key = jax.random.key(sum(map(ord, name)))
+            self.arrays[name, shape] = jax.jit(jax.random.normal, static_argnums=(1, 2))(
+                key, shape, dtype
+            )
+        return self.arrays[name, shape]
+
+    def _programs(self, piece: Piece, table: SliceTable) -> tuple:
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(table))
+        kind = (table.q_len, table.k_len, piece.heads, piece.kv_heads, piece.result, shapes)
+        if kind not in self.made:
+            self.made[kind] = self._make(piece.result)
+        return self.made[kind]
+
+    def _make(self, result: str) -> tuple:
+        options = {"scale": HEAD_DIM**-0.5, "logits_soft_cap": 0.0}
+        partial = result != "final"
+
+        def forward(x: Operands, table, merged):
+            dtype = jnp.float32 if partial else None
+            return self.implementation.forward(
+                x.q, x.k, x.v, table, accumulate=merged, out_dtype=dtype, **options
+            )
+
+        def backward(x: Operands, lse, table):
+            dtype = jnp.float32 if partial else None
+            return self.implementation.backward(
+                x.dout, x.q, x.k, x.v, lse, x.delta, table, dkv_dtype=dtype, **options
+            )
+
+        return jax.jit(forward, donate_argnums=2), jax.jit(backward)
+
+
+def device_table(piece: Piece) -> SliceTable:
+    """The kernel table of a piece, padded so that few shapes occur."""
+    q_len = piece.q_len if piece.q_len % 8192 == 0 else bucket(piece.q_len, 128)
+    k_len = bucket(piece.k_len, 128)
+    slices = piece.slices.astype(np.int64)
+    made = build_table(slices, np.zeros(len(slices), int), 1, q_len, k_len, 128, "compiled")
+    need = exact_spec(made)
+    capacities = need.slices, need.query_runs, need.query_ids, need.key_runs, need.key_ids
+    made = pad_table(made, TableSpec(q_len, k_len, 128, *map(_roomy, capacities)))
+    return jax.tree.map(lambda leaf: leaf[0], made)
+
+
+def _roomy(size: int) -> int:
+    """The next power of eight from 512 on."""
+    power = 512
+    while power < size:
+        power *= 8
+    return power
+
+
+def mean_us(call, enough_us: float = 3000.0, most: int = 20) -> float:
+    """Microseconds of a call that has run before: the lesser of two means of back-to-back calls."""
+
+    def run(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            result = call()
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) * 1e6 / count
+
+    once = run(1)
+    if once > 20 * enough_us:
+        return once
+    count = min(max(int(enough_us / once), 1), most)
+    return min(run(count), run(count))

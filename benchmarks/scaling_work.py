@@ -1,0 +1,207 @@
+"""What each rank computes in each step of a strategy, as pieces that are timed once each."""
+
+import functools
+import hashlib
+import json
+import pathlib
+from typing import Any, NamedTuple
+
+import numpy as np
+from baselines import layouts, strategies, tables
+from baselines.hybrid import Hybrid
+from baselines.strategies import Problem
+from planner_masks import FAMILIES
+
+from magi_jax import masks
+from magi_jax.masks import AttnMask, algebra, bands
+from magi_jax.plan import PlanConfig, make_plan
+from magi_jax.plan.tables import N_ROWS, PEER, CommMeta
+
+TOKENS_PER_RANK, NODE = 8192, 8
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 64, 8, 128
+FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # times heads and head dim
+OURS = "magi_jax"
+MOST_SLICES = 1_000_000  # of all steps of a strategy, past which it is left out
+FEW = 16  # slices of a mask that it is worth bringing into one form
+DOCUMENTS = pathlib.Path(__file__).with_name("kernel_documents.json")
+
+
+class Piece(NamedTuple):
+    """One kernel call: a mask in local coordinates, and the sizes of its operands.
+
+    Attributes:
+        slices: tight rows ``[A, 6]``, int32.
+        q_len, k_len: rows of the queries and of the keys.
+        heads, kv_heads: of the call.
+        result: "final", all in bfloat16; "first" of several calls, in float32; or "merged" by the kernel
+            itself into that of earlier calls.
+    """
+
+    slices: np.ndarray
+    q_len: int
+    k_len: int
+    heads: int
+    kv_heads: int
+    result: str = "final"
+
+    @property
+    def key(self) -> str:
+        """Names the piece in result files: equal pieces have equal names."""
+        digest = hashlib.sha256(np.ascontiguousarray(self.slices, "<i4").tobytes())
+        digest.update(repr(tuple(self[1:])).encode())
+        return digest.hexdigest()[:16]
+
+    @property
+    def area(self) -> int:
+        """Visible pairs."""
+        return int(bands.area(self.slices.astype(np.int64)).sum())
+
+
+class Work(NamedTuple):
+    """A strategy on one problem.
+
+    Attributes:
+        calls: names of pieces, "" where there is nothing to do, ``[groups, steps]``; ranks of a group do the
+            same on other heads.
+        traffic: rows that travel in each remote stage, ``[stages, ranks, ranks]``; of our plans only.
+        rows: rows of each rank's buffer.
+        level_sizes, level_rows: group size and rows of each step of the hybrid strategy.
+    """
+
+    calls: np.ndarray
+    traffic: np.ndarray | None = None
+    rows: int = 0
+    level_sizes: tuple[int, ...] = ()
+    level_rows: tuple[int, ...] = ()
+
+
+def problems(
+    num_ranks: int,
+    tokens_per_rank: int = TOKENS_PER_RANK,
+    only: list[str] | None = None,
+    seed: int = 0,
+) -> dict[str, Problem]:
+    """Masks by name: the planner's families, and the documents of the kernels' benchmark, repeated."""
+    seq_len = num_ranks * tokens_per_rank
+    makers = {name: functools.partial(maker, seq_len, seed) for name, maker in FAMILIES.items()}
+    lengths = np.array(json.loads(DOCUMENTS.read_text())["varlen"]["65536"])
+    repeats = -(-seq_len // int(lengths.sum()))
+    lengths = np.random.default_rng(seed).permutation(np.tile(lengths, repeats))
+    ends = np.minimum(np.cumsum(lengths), seq_len)
+    lengths = np.diff(ends, prepend=0)
+    lengths = lengths[lengths > 0]
+    makers["anchor_varlen_full"] = functools.partial(masks.varlen, lengths)
+    makers["anchor_varlen_causal"] = functools.partial(masks.varlen, lengths, causal=True)
+    if unknown := set(only or ()) - set(makers):
+        raise ValueError(f"masks must be among {sorted(makers)}, got {sorted(unknown)}")
+    made = {name: makers[name]() for name in only or makers}
+    return {name: Problem(mask, document_lengths(mask)) for name, mask in made.items()}
+
+
+def document_lengths(mask: AttnMask) -> np.ndarray:
+    """Lengths of the shortest stretches of the sequence that do not see each other, ``[D]``."""
+    rows = mask.slices
+    begin = np.minimum(rows[:, bands.Q_START], rows[:, bands.K_START])
+    end = np.maximum(rows[:, bands.Q_END], rows[:, bands.K_END])
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], np.maximum.accumulate(end[order])
+    first = np.append(0, np.flatnonzero(begin[1:] >= end[:-1]) + 1)
+    return np.diff(np.append(begin[first], mask.q_len), prepend=0)[1:]
+
+
+def strategy_names(problem: Problem, num_ranks: int) -> list[str]:
+    """Ours and the strategies that are worth looking at for a problem."""
+    documents = len(problem.lengths)
+    names = [OURS]
+    for name in strategies.names():
+        by_document = name.endswith("documents") or name == "hybrid"
+        if by_document and documents == 1:
+            continue  # the same as zigzag
+        groups = _rings(name, num_ranks)
+        if name.endswith("documents") and documents * (2 * groups) ** 2 > MOST_SLICES:
+            continue
+        names.append(name)
+    return names
+
+
+def _rings(name: str, num_ranks: int) -> int:
+    """Ranks of the rings of a strategy, or all of them."""
+    strategy = strategies.make(name, num_ranks, NODE)
+    heads = strategy.heads if isinstance(strategy, strategies.HeadRing) else 1
+    return num_ranks // heads
+
+
+def make_work(name: str, problem: Problem, num_ranks: int, pieces: dict[str, Piece]) -> Work:
+    """The work of one strategy; its pieces are added to ``pieces``."""
+    if name == OURS:
+        return _our_work(problem, num_ranks, pieces)
+    strategy = strategies.make(name, num_ranks, NODE)
+    if isinstance(strategy, strategies.HeadRing):
+        rows, groups = strategy.buffer_rows(problem), num_ranks // strategy.heads
+        heads = max(NUM_HEADS // strategy.heads, 1), max(NUM_KV_HEADS // strategy.heads, 1)
+        names = _add(pieces, strategy.cells(problem), groups * groups, (rows, rows, *heads))
+        return Work(names.reshape(groups, groups), rows=rows // strategy.heads)
+    if isinstance(strategy, strategies.AllGather):
+        rows = int(layouts.rows_held(strategy.layout(problem)).max())
+        sizes = rows, problem.mask.k_len, NUM_HEADS, NUM_KV_HEADS
+        names = _add(pieces, strategy.cells(problem), num_ranks, sizes)
+        return Work(names[:, None], rows=rows)
+    return _hybrid_work(strategy, problem, pieces)
+
+
+def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece]) -> Work:
+    config = PlanConfig(ranks_per_node=min(NODE, num_ranks))
+    plan = make_plan(problem.mask, num_ranks, config)
+    calls = []
+    for stage, table in enumerate(plan.calc):
+        result = "merged" if stage else "first"
+        sizes = table.q_len, table.k_len, NUM_HEADS, NUM_KV_HEADS, result
+        calls.append(_add(pieces, _cells_of(table), num_ranks, sizes))
+    traffic = np.stack([_traffic(meta, num_ranks) for meta in plan.comm])
+    return Work(np.stack(calls, axis=1), traffic, plan.spec.local_len)
+
+
+def _hybrid_work(strategy: Hybrid, problem: Problem, pieces: dict[str, Piece]) -> Work:
+    levels = strategy.tables(problem)
+    calls = []
+    for level in levels:
+        sizes = level.rows.shape[1], level.key_order.shape[1], NUM_HEADS, NUM_KV_HEADS
+        calls.append(_add(pieces, _cells_of(level.table), strategy.num_ranks, sizes))
+    return Work(
+        np.stack(calls, axis=1),
+        rows=int(layouts.rows_held(strategy.layout(problem)).max()),
+        level_sizes=tuple(level.size for level in levels),
+        level_rows=tuple(level.rows.shape[1] for level in levels),
+    )
+
+
+def _cells_of(table: Any) -> tables.Cells:
+    """The slices of all ranks back from kernel tables."""
+    part, entry = np.nonzero(table.slices[..., bands.Q_END] > table.slices[..., bands.Q_START])
+    return tables.sorted_cells(table.slices[part, entry].astype(np.int64), part)
+
+
+def _add(pieces: dict[str, Piece], cells: tables.Cells, num_parts: int, sizes: tuple) -> np.ndarray:
+    """Adds the piece of every part that sees anything and names them, ``[num_parts]``."""
+    edges = np.searchsorted(cells.part, np.arange(num_parts + 1))
+    names = np.full(num_parts, "", dtype="U16")
+    for part in np.flatnonzero(np.diff(edges)):
+        slices = cells.slices[edges[part] : edges[part + 1]]
+        if 1 < len(slices) <= FEW:
+            # However the cells were cut, equal masks shall have equal names.
+            slices = algebra.merge(slices)
+            slices = slices[np.lexsort((slices[:, bands.K_START], slices[:, bands.Q_START]))]
+        piece = Piece(slices.astype(np.int32), *sizes)
+        names[part] = piece.key
+        pieces.setdefault(names[part], piece)
+    return names
+
+
+def _traffic(meta: CommMeta, num_ranks: int) -> np.ndarray:
+    """Rows from each source to each destination, ``[ranks, ranks]``."""
+    send = np.asarray(meta.send, np.int64)
+    source, entry = np.nonzero(send[..., N_ROWS])
+    moved = send[source, entry]
+    result = np.zeros((num_ranks, num_ranks))
+    np.add.at(result, (source, moved[:, PEER]), moved[:, N_ROWS])
+    return result
