@@ -1,5 +1,6 @@
 """Batches and plans in a job of several processes, each of which plans alone."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
+import magi_jax
 from magi_jax.plan import AttentionPlan
 
 
@@ -36,27 +38,43 @@ def place(tree: Any, sharding: Sharding) -> Any:
 
 
 def check_same_plans(plans: Sequence[AttentionPlan]) -> str:
-    """Compares the fingerprints of plans between all processes of the job; a collective call.
+    """Compares plans and versions of magi_jax between all processes of the job; a collective call.
 
     Args:
         plans: plans with values, on the host.
 
     Returns:
-        The common fingerprint of all of them, hexadecimal.
+        The common fingerprint of all of them, 32 hexadecimal digits: that of the plan itself where
+        there is one.
 
     Raises:
-        ValueError: processes have different plans, raised on every one of them with the processes
-            that differ from process 0 named.
+        ValueError: processes have different plans or versions, raised on every one of them with the
+            processes that differ from process 0 named.
     """
-    mine = np.concatenate(
-        [np.frombuffer(bytes.fromhex(plan.fingerprint()), np.uint8) for plan in plans]
-    )
+    mine = _summary(plans)
+    # Of one size whatever the plans are: processes that differ must meet before they can say so.
     everyone = np.reshape(multihost_utils.process_allgather(mine), (jax.process_count(), -1))
     others = np.flatnonzero((everyone != everyone[0]).any(axis=1))
     if len(others):
-        prints = {int(process): bytes(everyone[process]).hex() for process in (0, *others)}
+        found = {int(process): _describe(everyone[process]) for process in (0, *others)}
         raise ValueError(
             "processes planned differently: they must give make_plan the same mask, config and spec"
-            f" with the same version of magi_jax; fingerprints by process: {prints}"
+            f" with the same version of magi_jax; fingerprints and versions by process: {found}"
         )
-    return bytes(mine).hex()
+    return mine[:FINGERPRINT_BYTES].tobytes().hex()
+
+
+FINGERPRINT_BYTES, VERSION_BYTES = 16, 48
+
+
+def _summary(plans: Sequence[AttentionPlan]) -> np.ndarray:
+    """Fingerprint and version, uint8 of a fixed size."""
+    prints = [bytes.fromhex(plan.fingerprint()) for plan in plans]
+    one = prints[0] if len(prints) == 1 else hashlib.sha256(b"".join(prints)).digest()
+    version = magi_jax.__version__.encode()[:VERSION_BYTES].ljust(VERSION_BYTES, b"\0")
+    return np.frombuffer(one[:FINGERPRINT_BYTES] + version, np.uint8)
+
+
+def _describe(summary: np.ndarray) -> tuple[str, str]:
+    fingerprint, version = np.split(summary, [FINGERPRINT_BYTES])
+    return fingerprint.tobytes().hex(), version.tobytes().rstrip(b"\0").decode(errors="replace")

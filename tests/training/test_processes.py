@@ -61,18 +61,26 @@ def test_two_processes_train_and_another_mesh_resumes(tmp_path):
 
 def test_processes_that_planned_differently_are_named(monkeypatch):
     plan = mj.make_plan(mj.masks.causal(64), 2)
-    (mine,) = (np.frombuffer(bytes.fromhex(plan.fingerprint()), np.uint8),)
+    gathered = []
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: gathered.append(x) or x)
     assert check_same_plans([plan]) == plan.fingerprint()
+    assert check_same_plans([plan, plan]) != plan.fingerprint()
+    assert gathered[0].shape == gathered[1].shape, "processes with other plans must still meet"
 
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    everyone = np.stack([mine, mine, mine + 1])
+    mine = gathered[0]
+    everyone = np.stack([mine, mine, mine])
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda _: everyone)
+    assert check_same_plans([plan]) == plan.fingerprint()
+    everyone[2, 0] += 1
+    other = everyone[2, :16].tobytes().hex()
     with pytest.raises(
-        ValueError, match=rf"planned differently.*2: '{everyone[2].tobytes().hex()}"
+        ValueError, match=rf"planned differently.*2: \('{other}', '{mj.__version__}'"
     ):
         check_same_plans([plan])
-    everyone[2] = mine
-    assert check_same_plans([plan]) == plan.fingerprint()
+    everyone[2], everyone[1, 16:22] = mine, np.frombuffer(b"9.9.9\0", np.uint8)
+    with pytest.raises(ValueError, match=r"1: \('[0-9a-f]{32}', '9.9.9"):
+        check_same_plans([plan])
 
 
 def test_place_shards_whole_arrays():
