@@ -77,11 +77,11 @@ def cases(length: int) -> dict[str, tuple[str, np.ndarray, masks.AttnMask]]:
 def measure_length(length: int, head_dim: int, args: argparse.Namespace) -> list[dict]:
     """Rows of all masks of one length, printed as they come."""
     operands = make_operands(length, head_dim)
-    ceiling = matmul_tflops()
     rows = []
     for name, (kind, lengths, mask) in cases(length).items():
         if args.masks and name not in args.masks:
             continue
+        ceiling = matmul_tflops()  # anew for each mask: a card changes its pace
         timed = measure_mask(Case(kind, lengths, operands), mask, args)
         for which in args.passes:
             work = FLOPS[which] * mask.area * NUM_HEADS * head_dim / 1e12

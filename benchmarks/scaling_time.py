@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from scaling_fit import Fit, features
 from scaling_work import HEAD_DIM, OURS, Piece, Work
+from timing import matmul_tflops
 
 from magi_jax.ops import get_implementation
 from magi_jax.plan.slice_table import build_table, exact_spec, pad_table
 from magi_jax.plan.spec import TableSpec, bucket
 from magi_jax.plan.tables import SliceTable
 
-OVERHEAD_US = 15_000.0  # of making and moving the operands of a piece
+BLOCK = 64  # pieces between two looks at the pace of the card
+SLOW = 0.8  # of the fastest pace that was seen; below, times are not used
 
 
 def choose(works: Iterable[tuple[str, Work]], pieces: dict[str, Piece], fit: Fit) -> list[str]:
@@ -80,19 +82,34 @@ def load_pieces(path: pathlib.Path) -> dict[str, Piece]:
 def time_pieces(
     pieces: dict[str, Piece], budget_s: float, implementation: str | None
 ) -> dict[str, dict[str, float]]:
-    """Microseconds of forward and backward by piece, as many pieces as the budget allows."""
+    """Microseconds of forward and backward by piece, as many pieces as the budget allows.
+
+    A card that others use, or that is hot, changes its pace: a matrix product between blocks of pieces tells.
+    """
     started = time.perf_counter()
     bench = Bench(get_implementation(implementation))
     found: dict[str, dict[str, float]] = {}
-    for count, (key, piece) in enumerate(pieces.items()):
+    waiting, fastest = list(pieces), 0.0
+    while waiting:
+        block, waiting = waiting[:BLOCK], waiting[BLOCK:]
+        pace = [matmul_tflops()]
+        times = {}
+        for key in block:
+            if time.perf_counter() - started > budget_s:
+                waiting = []
+                break
+            times[key] = bench.measure(pieces[key])
+        pace.append(matmul_tflops())
+        fastest = max(fastest, *pace)
+        for key, microseconds in times.items():
+            found[key] = {**microseconds, "matmul": min(pace)}
         used = time.perf_counter() - started
-        if used > budget_s:
-            print(f"out of time: {count} of {len(pieces)} pieces in {used:.0f} s", flush=True)
-            break
-        found[key] = bench.measure(piece)
-        if count % 100 == 0:
-            print(f"{count} pieces, {used:.0f} s, {bench.programs} programs", flush=True)
-    return found
+        print(f"{len(found)} of {len(pieces)}, {used:.0f} s, {bench.programs} programs,"
+              f" matmul {pace[0]:.0f} to {pace[1]:.0f}", flush=True)  # fmt: skip
+        if not waiting:  # again what was timed while the card was slow
+            waiting = [key for key, t in found.items() if t["matmul"] < SLOW * fastest]
+            waiting = waiting if used < budget_s and len(waiting) < len(found) else []
+    return {key: times for key, times in found.items() if times["matmul"] >= SLOW * fastest}
 
 
 class Operands(NamedTuple):
