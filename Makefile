@@ -4,20 +4,22 @@
 #   VENV=.venv            where the environment is
 #   EXTRAS=...            extras of pyproject.toml to install; add cuda12 or cuda13 on a GPU machine
 #   CUDA_KERNELS=all      build the CUDA kernels too, where nvcc is found (minutes; ci: a few of them)
-#   ARGS="--steps 20"     flags for the demo, or for pytest
+#   ARGS="--steps 20"     flags for the demo, for pytest, or for the program of a target
+#   FUZZ_SECONDS=600      how long to fuzz
 
 PYTHON ?=
 VENV ?= .venv
 EXTRAS ?= flax,data,plot,test,dev
 CUDA_KERNELS ?= off
 ARGS ?=
+FUZZ_SECONDS ?= 600
 JOBS ?= 2
 
 BIN := $(VENV)/bin
 PYTHON_SOURCES := magi_jax tests examples tools benchmarks
-CPP_SOURCES = $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CPP_SOURCES = $(shell find xla_ffi tests -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test lint format build clean
+.PHONY: help setup demo test fuzz stress sanitize lint format build clean
 
 help:  ## Shows this list
 	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -31,6 +33,16 @@ demo: setup  ## Trains a small language model on 8 virtual devices (pictures in 
 
 test: setup  ## Runs all tests
 	@$(BIN)/python -m pytest tests -n $(JOBS) $(ARGS)
+
+fuzz: setup  ## Compares everything with the oracle on hostile masks and values, for FUZZ_SECONDS
+	@$(BIN)/python tests/fuzz/fuzz.py --seconds $(FUZZ_SECONDS) $(ARGS)
+
+stress: setup  ## Trains through 5,000 packings, and through processes that die, freeze and differ
+	@$(BIN)/python tests/stress/endurance.py $(ARGS)
+	@$(BIN)/python -m pytest tests/stress/long_faults.py -v
+
+sanitize: setup  ## Builds with the address and undefined-behaviour sanitizers, tests and fuzzes that
+	@$(BIN)/python tests/sanitize/sanitize.py --jobs $(JOBS) $(ARGS)
 
 lint: setup  ## Checks formatting, style and types
 	@$(BIN)/ruff check $(PYTHON_SOURCES)
