@@ -88,7 +88,8 @@ def _our_moves(work: Work, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
         if len(work.traffic[0]) > NODE
         else machine.near_latency_us,
     )
-    return timeline.move_times(work.traffic, min(machine.node, work.traffic.shape[1]), model)
+    rows = timeline.link_rows(work.traffic, min(machine.node, work.traffic.shape[1]))
+    return model.cast_us(*rows), model.reduce_us(*rows)
 
 
 def staged_us(work, times: Times, moves, machine: Machine, merged: bool = True) -> dict:
@@ -103,8 +104,9 @@ def staged_us(work, times: Times, moves, machine: Machine, merged: bool = True) 
     for which, kernels, merge in (
         ("forward", times.forward, 0.0), ("backward", times.backward, merge_us)
     ):  # fmt: skip
-        stages = timeline.StageWork(kernels.T, kernels.T, cast, reduce, merge)
-        ends[which] = timeline.simulate(stages, which == "backward").predicted_us
+        back = reduce if which == "backward" else np.zeros_like(reduce)
+        stages = timeline.DirectionWork(kernels.T, cast, back, merge)
+        ends[which] = timeline.simulate(stages).predicted_us
     # The last cast to bfloat16, after several stages; and what backward adds to its kernels.
     ends["forward"] += _cast_us(work.rows, machine) if merged and len(cast) else 0.0
     ends["backward"] += _tail_us(work.rows, machine)

@@ -5,6 +5,7 @@ H]``, ``v [S, K, Hv]`` and the rank's own part of a plan. Nothing here has a der
 passes are each other's, and `dist_attention` says so.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from magi_jax.comm import Transport, group_cast, group_reduce
 from magi_jax.ops import Implementation, add_sinks, sinks_gradient
 from magi_jax.ops.lse import max_of_rows
 from magi_jax.parallel.overlap import after, barrier, on_communication_stream
+from magi_jax.parallel.travelling import Travel, merge_returned
 from magi_jax.plan import AttentionPlan, CommMeta
 
 KeysValues = tuple[jax.Array, jax.Array]
@@ -59,16 +61,24 @@ class Stages:
         options = self._kernel_options() | {"with_row_max": self.with_max_logits}
         attend = self.implementation.forward
         remote = _Prefetch(self, (k, v), plan.comm)
+        travel, returned = self._travel(plan), None
+        of_visitors: list[jax.Array] = []
+        visitors = travel.send((q,)) if travel else ()
         out, lse, *row_max = attend(q, k, v, plan.calc[0], out_dtype=jnp.float32, **options)
+        if travel:
+            visitors, (out, lse) = barrier(visitors, (out, lse))
+            attend_visitors = functools.partial(attend, **options)
+            returned, of_visitors = travel.attend(attend_visitors, visitors, (k, v))
         kept = []
         for stage, table in enumerate(plan.calc[1:]):
             keys_values, merged = remote.take(stage, (out, lse))
             kept.append(keys_values)
             out, lse, *more = attend(q, *keys_values, table, accumulate=merged, **options)
             row_max = list(map(jnp.maximum, row_max, more))
+        out, lse = merge_returned((out, lse), returned)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
-        max_logits = max_of_rows(row_max[0]) if row_max else None
+        max_logits = max_of_rows(jnp.concatenate([*row_max, *of_visitors])) if row_max else None
         return out.astype(q.dtype), lse, tuple(kept) if self.keep_remote_kv else (), max_logits
 
     def backward(
@@ -89,30 +99,46 @@ class Stages:
         (dout, dlse), (out, lse, kept), (q, k, v, sinks) = cotangents, results, operands
         delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
 
-        def gradients(keys_values, table):
-            k, v = keys_values
+        def gradients(rows, keys_values, table):
+            (dout, q, lse, delta), (k, v) = rows, keys_values
             options = self._kernel_options() | {"dkv_dtype": jnp.float32}
             return self.implementation.backward(dout, q, k, v, lse, delta, table, **options)
 
+        rows = (dout, q, lse, delta)
+        # What was kept came in the stages of the forward pass.
+        stages = plan.forward_stages if self.keep_remote_kv else plan.backward_stages
         # Tied to the cotangents: it must not start before, nor be merged with the forward pass's
         # transfer, whose result would then be kept alive in between.
-        remote = _Prefetch(self, (k, v), after(plan.comm, delta), kept)
-        dq, *dkv = gradients((k, v), plan.calc[0])
+        remote = _Prefetch(self, (k, v), after(stages.comm, delta), kept)
+        travel, returned_dq = self._travel(plan), None
+        visitors = travel.send(rows) if travel else ()
+        dq, *dkv = gradients(rows, (k, v), stages.calc[0])
+        if travel:
+            visitors, (dq, *dkv) = barrier(visitors, (dq, *dkv))
+            returned_dq, visitors_dkv = travel.differentiate(gradients, visitors, (k, v))
+            dkv = list(map(jnp.add, dkv, visitors_dkv))
         returning = None
-        for stage, table in enumerate(plan.calc[1:]):
+        for stage, table in enumerate(stages.calc[1:]):
             keys_values, (dq, *dkv) = remote.take(stage, (dq, *dkv))
-            stage_dq, *stage_dkv = gradients(keys_values, table)
+            stage_dq, *stage_dkv = gradients(rows, keys_values, table)
             dq = dq + stage_dq
             if returning is not None:
                 # Those of the stage before had this one to hide behind.
                 returning, dq = barrier(returning, dq)
                 dkv = jax.tree.map(jnp.add, dkv, returning)
-            returning = self._send_back(stage_dkv, plan.comm[stage])
+            returning = self._send_back(stage_dkv, stages.comm[stage])
         if returning is not None:
             dkv = jax.tree.map(jnp.add, dkv, returning)
+        if returned_dq is not None:
+            dq = dq + returned_dq
         dk, dv = self._sum_shared(dkv)
         dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
+
+    def _travel(self, plan: AttentionPlan) -> Travel | None:
+        if plan.travel is None:
+            return None
+        return Travel(plan.travel, self.axis_name, self.transport)
 
     def _kernel_options(self) -> dict[str, Any]:
         return {"scale": self.scale, "logits_soft_cap": self.logits_soft_cap}

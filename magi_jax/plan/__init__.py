@@ -5,8 +5,15 @@ from magi_jax.plan.build import make_plan
 from magi_jax.plan.config import PlanConfig
 from magi_jax.plan.report import PlanReport
 from magi_jax.plan.slice_table import slice_table
-from magi_jax.plan.spec import CommSpec, PlanSpec, TableSpec, bucket
-from magi_jax.plan.tables import CommMeta, DispatchMeta, SliceTable, local_part
+from magi_jax.plan.spec import CommSpec, PlanSpec, StagesSpec, TableSpec, TravelSpec, bucket
+from magi_jax.plan.tables import (
+    CommMeta,
+    DispatchMeta,
+    SliceTable,
+    StageTables,
+    TravelTables,
+    local_part,
+)
 from magi_jax.solver.slice_table import TILE_SIZE, TileRuns
 
 __all__ = [
@@ -19,8 +26,12 @@ __all__ = [
     "PlanReport",
     "PlanSpec",
     "SliceTable",
+    "StageTables",
+    "StagesSpec",
     "TableSpec",
     "TileRuns",
+    "TravelSpec",
+    "TravelTables",
     "bucket",
     "local_part",
     "make_plan",

@@ -12,28 +12,32 @@ import jax
 import numpy as np
 
 from magi_jax.masks import AttnMask
-from magi_jax.plan.lay_out import (
-    Keys,
-    Machine,
-    check_cross_mask,
-    check_mask,
-    frame_of,
-    lay_out_dispatch,
-    lay_out_stages,
-    layout_of,
-    make_spec,
-    require_frame,
-)
+from magi_jax.plan.frame import Frame, check_cross_mask, check_mask, frame_of, require_frame
+from magi_jax.plan.lay_out import lay_out_dispatch, layout_of
+from magi_jax.plan.lay_out_work import Overlap, WorkTables, lay_out_work, spec_of
+from magi_jax.plan.measure import make_report, require_concrete
+from magi_jax.plan.padding import pad_plan_tables
 from magi_jax.plan.plot import plot_plan
-from magi_jax.plan.report import PlanReport, make_report, require_concrete
+from magi_jax.plan.report import PlanReport
+from magi_jax.plan.solve import Travelling, settle_work, travelling_ranges
 from magi_jax.plan.spec import OTHER_KEYS, OWN_KEYS, REPLICATED_KEYS, PlanSpec
-from magi_jax.plan.tables import Array, CommMeta, DispatchMeta, SliceTable, local_part
+from magi_jax.plan.tables import (
+    Array,
+    CommMeta,
+    DispatchMeta,
+    SliceTable,
+    StageTables,
+    TravelTables,
+    local_part,
+)
 from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver.overlap import Machine
+from magi_jax.solver.work import Keys
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("dispatch", "calc", "comm", "rolls"),
+    data_fields=("dispatch", "calc", "comm", "rolls", "backward", "travel"),
     meta_fields=("spec",),
     drop_fields=("planning_ms",),
 )
@@ -51,6 +55,8 @@ class AttentionPlan:
         comm: rows that stage ``i + 1`` receives.
         rolls: transfer of each of ``spec.roll_shifts``.
         spec: static sizes.
+        backward: stages of the backward pass; None where it shares ``calc`` and ``comm``.
+        travel: queries that go to the owners of their keys; None where none travel.
         planning_ms: time that planning took, for reports; not part of the tree, so None after any
             transformation of it.
     """
@@ -60,12 +66,24 @@ class AttentionPlan:
     comm: tuple[CommMeta, ...]
     rolls: tuple[CommMeta, ...]
     spec: PlanSpec
+    backward: StageTables | None = None
+    travel: TravelTables | None = None
     planning_ms: float | None = dataclasses.field(default=None, compare=False)
 
     @property
     def cp_size(self) -> int:
         """Number of ranks."""
         return self.spec.cp_size
+
+    @property
+    def forward_stages(self) -> StageTables:
+        """What the stages of the forward pass read."""
+        return StageTables(self.calc, self.comm)
+
+    @property
+    def backward_stages(self) -> StageTables:
+        """What the stages of the backward pass read."""
+        return self.forward_stages if self.backward is None else self.backward
 
     @property
     def positions(self) -> Array:
@@ -133,8 +151,11 @@ class AttentionPlan:
         mask: AttnMask,
         *,
         keys: "AttentionPlan | str | None" = None,
-        overlap: int | str = "auto",
+        overlap: Overlap = "auto",
+        travelling: Travelling = "auto",
         spec: PlanSpec | None = None,
+        machine: Machine | None = None,
+        engine: str = "compiled",
     ) -> "AttentionPlan":
         """Plans another mask on the same dispatch, so that layers with both share one layout of
         tokens; or cross-attention of these tokens to others.
@@ -145,9 +166,12 @@ class AttentionPlan:
             keys: where the keys of cross-attention are: the plan that dispatched them (such as that
                 of an encoder), or "replicated" for all ``mask.k_len`` of them on every rank, which
                 needs no communication. None for the tokens of this plan.
-            overlap: number of remote stages, or "auto".
+            overlap: number of remote stages, as in `PlanConfig`.
+            travelling: which queries travel, as in `PlanConfig`; none in cross-attention.
             spec: sizes to lay the plan out in; None takes this plan's for the dispatch and the
                 mask's own for the stages.
+            machine: what to predict times for; None takes the defaults.
+            engine: "compiled" or "numpy"; both make the same plans.
 
         Raises:
             ValueError: the mask does not fit the sequence, or the plan does not fit ``spec``.
@@ -155,22 +179,29 @@ class AttentionPlan:
         started = time.perf_counter()
         require_concrete(self, "with_mask")
         frame = frame_of(self.spec)
-        kind, others = self._keys_of(mask, keys)
+        kind, home = self._keys_of(mask, keys)
         layout = layout_of(self.dispatch, self.cp_size)
         dispatched, rolls = self.dispatch, self.rolls
         if spec is not None:
             require_frame(spec, frame)
-            dispatched, rolls = lay_out_dispatch(layout, frame, spec)
-        calc, comm = lay_out_stages(mask.slices, layout, frame, overlap, spec, Machine(), others)
-        sizes = make_spec(frame, dispatched, rolls, calc, comm, kind)
+            dispatched, rolls = lay_out_dispatch(layout, frame, spec, engine)
+        machine = machine or Machine()
+        if kind != OWN_KEYS:
+            travelling = "never"
+        ranges = travelling_ranges(travelling, mask.slices, frame, machine, spec)
+        work, choice = settle_work(
+            mask.slices, ranges, layout, home, machine, engine, may_stay=travelling == "auto"
+        )
+        choice = choice if overlap == "auto" else None
+        tables = lay_out_work(work, frame, overlap, spec, machine, choice)
         planning_ms = (time.perf_counter() - started) * 1e3
-        return AttentionPlan(dispatched, calc, comm, rolls, sizes, planning_ms)
+        return assemble(frame, dispatched, rolls, tables, planning_ms, kind)
 
-    def _keys_of(self, mask, keys) -> tuple[str, Keys | None]:
+    def _keys_of(self, mask: AttnMask, keys: "AttentionPlan | str | None") -> tuple[str, Keys]:
         """Checks a mask against the tokens that it speaks of, and says where the keys are."""
         if keys is None:
             check_mask(mask, self.spec.seq_len)
-            return OWN_KEYS, None
+            return OWN_KEYS, Keys(layout_of(self.dispatch, self.cp_size), self.spec.local_len)
         if isinstance(keys, str):
             if keys != REPLICATED_KEYS:
                 raise ValueError(f'keys must be a plan, "{REPLICATED_KEYS}" or None, got {keys!r}')
@@ -185,9 +216,52 @@ class AttentionPlan:
         check_cross_mask(mask, self.spec.seq_len, keys.spec.seq_len)
         return OTHER_KEYS, Keys(layout_of(keys.dispatch, keys.cp_size), keys.spec.local_len)
 
+    def pad_to(self, spec: PlanSpec) -> "AttentionPlan":
+        """The same plan in larger sizes, without solving anything again.
+
+        Stages that only ``spec`` has stay empty.
+
+        Args:
+            spec: covers this plan's, as that of `PlanSpec.union` does.
+
+        Raises:
+            ValueError: the plan does not fit ``spec``; the first size that is too small is named.
+        """
+        require_concrete(self, "pad_to")
+        tables = WorkTables(self.forward_stages, self.backward, self.travel)
+        dispatched, rolls, tables = pad_plan_tables(
+            self.spec, spec, self.dispatch, self.rolls, tables
+        )
+        return assemble(frame_of(spec), dispatched, rolls, tables, self.planning_ms, self.spec.keys)
+
+
+def assemble(
+    frame: Frame,
+    dispatched: DispatchMeta,
+    rolls: tuple[CommMeta, ...],
+    tables: WorkTables,
+    planning_ms: float | None,
+    keys: str = OWN_KEYS,
+) -> AttentionPlan:
+    """A plan of finished tables, with the spec that they have."""
+    spec = PlanSpec(
+        **frame._asdict(),
+        segments=dispatched.segments.shape[1],
+        transfer=dispatched.transfer.spec,
+        rolls=tuple(meta.spec for meta in rolls),
+        keys=keys,
+        **spec_of(tables),
+    )
+    calc, comm = tables.forward.calc, tables.forward.comm
+    return AttentionPlan(
+        dispatched, calc, comm, rolls, spec, tables.backward, tables.travel, planning_ms
+    )
+
 
 def stack_plans(plans: Sequence[AttentionPlan]) -> AttentionPlan:
     """Stacks plans of one spec along a new leading replica axis: leaves ``[replicas, cp, ...]``.
+
+    ``planning_ms`` is that of all plans together.
 
     Args:
         plans: one plan per replica (group of ranks that shares a sequence), in the order of the
@@ -204,4 +278,6 @@ def stack_plans(plans: Sequence[AttentionPlan]) -> AttentionPlan:
             raise ValueError(
                 f"plan {i} and plan 0 have different specs: {problem}; plan all with one spec"
             )
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *plans)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *plans)
+    times_ms = [plan.planning_ms for plan in plans if plan.planning_ms is not None]
+    return dataclasses.replace(stacked, planning_ms=sum(times_ms) if times_ms else None)

@@ -2,21 +2,21 @@
 
 import time
 
+import numpy as np
+
 from magi_jax.masks import AttnMask
-from magi_jax.plan.attention_plan import AttentionPlan
+from magi_jax.plan.attention_plan import AttentionPlan, assemble
 from magi_jax.plan.config import PlanConfig
-from magi_jax.plan.lay_out import (
-    Frame,
-    Machine,
-    check_mask,
-    lay_out_dispatch,
-    lay_out_stages,
-    make_spec,
-    require_frame,
-)
+from magi_jax.plan.frame import Frame, check_mask, require_frame
+from magi_jax.plan.lay_out import lay_out_dispatch
+from magi_jax.plan.lay_out_work import lay_out_work
+from magi_jax.plan.solve import settle_work, travelling_ranges
 from magi_jax.plan.spec import PlanSpec
 from magi_jax.solver import dispatch
+from magi_jax.solver.overlap import Machine
 from magi_jax.solver.strategies import STRATEGIES
+from magi_jax.solver.travelling import Ranges, split_slices
+from magi_jax.solver.work import Keys
 
 # What `chunk_size=None` aims for: enough chunks to balance with, each long enough to move well.
 CHUNKS_PER_RANK = 8
@@ -49,17 +49,38 @@ def make_plan(
     started = time.perf_counter()
     config = PlanConfig() if config is None else config
     frame = _make_frame(mask, cp_size, config, spec)
-    edges = dispatch.chunk_edges(frame.seq_len, frame.chunk_size)
-    problem = dispatch.DispatchProblem(
-        mask.slices, edges, cp_size, config.ranks_per_node, config.effort, config.engine
-    )
+    machine = Machine(config.ranks_per_node, config.cost_model)
+    ranges = travelling_ranges(config.travelling, mask.slices, frame, machine, spec)
+    problem = _problem(mask.slices, ranges, frame, config)
     layout = dispatch.make_layout(STRATEGIES[config.dispatch](problem), cp_size)
-    dispatched, rolls = lay_out_dispatch(layout, frame, spec)
-    machine = Machine(config.engine, config.ranks_per_node, config.cost_model)
-    calc, comm = lay_out_stages(mask.slices, layout, frame, config.overlap, spec, machine)
-    sizes = make_spec(frame, dispatched, rolls, calc, comm)
+    work, choice = settle_work(
+        mask.slices, ranges, layout, Keys(layout, frame.local_len), machine, config.engine,
+        may_stay=config.travelling == "auto",
+    )  # fmt: skip
+    dispatched, rolls = lay_out_dispatch(layout, frame, spec, config.engine)
+    if config.overlap != "auto":
+        choice = None
+    tables = lay_out_work(work, frame, config.overlap, spec, machine, choice)
     planning_ms = (time.perf_counter() - started) * 1e3
-    return AttentionPlan(dispatched, calc, comm, rolls, sizes, planning_ms)
+    return assemble(frame, dispatched, rolls, tables, planning_ms)
+
+
+def _problem(
+    slices: np.ndarray, ranges: Ranges, frame: Frame, config: PlanConfig
+) -> dispatch.DispatchProblem:
+    home, travelling = split_slices(slices, ranges)
+    model = config.cost_model
+    row_bytes = sum(model.travel_bytes(backward=False))
+    return dispatch.DispatchProblem(
+        home,
+        dispatch.chunk_edges(frame.seq_len, frame.chunk_size),
+        frame.cp_size,
+        config.ranks_per_node,
+        config.effort,
+        config.engine,
+        travelling,
+        row_bytes / model.kv_row_bytes(model.dtype_bytes),
+    )
 
 
 def _make_frame(mask: AttnMask, cp_size: int, config: PlanConfig, spec: PlanSpec | None) -> Frame:
@@ -73,6 +94,8 @@ def _make_frame(mask: AttnMask, cp_size: int, config: PlanConfig, spec: PlanSpec
     chunk_size = config.chunk_size or (
         _auto_chunk_size(seq_len, cp_size) if spec is None else spec.chunk_size
     )
+    # No rank stays empty for want of chunks.
+    chunk_size = min(chunk_size, -(-seq_len // cp_size))
     num_chunks = -(-seq_len // chunk_size)
     local_len = min(-(-num_chunks // cp_size) * chunk_size, seq_len)
     frame = Frame(cp_size, seq_len, chunk_size, local_len, config.tile_size, config.roll_shifts)

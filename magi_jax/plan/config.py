@@ -1,7 +1,10 @@
 """The knobs of planning."""
 
+import itertools
 from dataclasses import dataclass, field
 
+from magi_jax.plan.lay_out_work import Overlap
+from magi_jax.plan.solve import Travelling
 from magi_jax.solver.balanced import EFFORTS
 from magi_jax.solver.cost_model import CostModel
 from magi_jax.solver.engine import check_engine
@@ -16,9 +19,8 @@ class PlanConfig:
     Attributes:
         seq_len: tokens of the sequence, of which a mask may fill a part; None takes the mask's
             length.
-        chunk_size: tokens that move together in the dispatch. None chooses the largest power of two
-            that leaves each rank eight chunks, within [128, 1024], and less where ranks would stay
-            empty.
+        chunk_size: tokens that move together in the dispatch; fewer where ranks would stay empty. None
+            chooses the largest power of two that leaves each rank eight chunks, within [128, 1024].
         dispatch: name of the strategy that gives chunks to ranks: "balanced", "lpt", "zigzag" or
             "contiguous".
         ranks_per_node: ranks that share a fast link; "balanced" counts rows that enter a node as well.
@@ -26,8 +28,12 @@ class PlanConfig:
         effort: "fast" for planning every batch, "high" for planning ahead in background workers; how
             long "balanced" searches.
         engine: "compiled" or "numpy"; both make the same plans, in milliseconds and in seconds.
-        overlap: number of remote stages (at least 1), or "auto": the number from 1 to 4 for which
-            ``cost_model`` predicts the least time.
+        overlap: number of remote stages (at least 1), of both directions or ``(forward, backward)``, or
+            "auto": for each direction the number from 1 to 4 for which ``cost_model`` predicts the least
+            time.
+        travelling: query rows that go to the owners of their keys instead of having keys brought: "auto",
+            where ``cost_model`` predicts less time for it; "never"; or rising disjoint ranges
+            ``((begin, end), ...)``.
         cost_model: rates of the machine.
         roll_shifts: shifts for which the plan holds a roll transfer.
         tile_size: rows of a tile in the slice tables; the kernels of this package read 128.
@@ -39,7 +45,8 @@ class PlanConfig:
     ranks_per_node: int | None = None
     effort: str = "fast"
     engine: str = "compiled"
-    overlap: int | str = "auto"
+    overlap: Overlap = "auto"
+    travelling: Travelling = "auto"
     cost_model: CostModel = field(default_factory=CostModel)
     roll_shifts: tuple[int, ...] = (-1,)
     tile_size: int = TILE_SIZE
@@ -56,12 +63,34 @@ class PlanConfig:
         check_engine(self.engine)
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ValueError(f"ranks_per_node must be at least 1, got {self.ranks_per_node}")
-        if self.overlap != "auto" and not (isinstance(self.overlap, int) and self.overlap >= 1):
-            raise ValueError(
-                f'overlap must be "auto" or an integer of at least 1, got {self.overlap!r}'
-            )
+        self._check_overlap()
+        self._check_travelling()
         if self.tile_size < 1:
             raise ValueError(f"tile_size must be at least 1, got {self.tile_size}")
         object.__setattr__(self, "roll_shifts", tuple(int(s) for s in self.roll_shifts))
         if len(set(self.roll_shifts)) != len(self.roll_shifts):
             raise ValueError(f"roll_shifts names a shift twice: {self.roll_shifts}")
+
+    def _check_overlap(self) -> None:
+        counts = self.overlap if isinstance(self.overlap, tuple) else (self.overlap,) * 2
+        numbers = len(counts) == 2 and all(isinstance(n, int) and n >= 1 for n in counts)
+        if self.overlap != "auto" and not numbers:
+            raise ValueError(
+                'overlap must be "auto", an integer of at least 1, or a pair of them, got'
+                f" {self.overlap!r}"
+            )
+
+    def _check_travelling(self) -> None:
+        if isinstance(self.travelling, str):
+            if self.travelling not in ("auto", "never"):
+                raise ValueError(
+                    f'travelling must be "auto", "never" or ranges, got {self.travelling!r}'
+                )
+            return
+        ranges = tuple((int(begin), int(end)) for begin, end in self.travelling)
+        flat = [0, *(edge for pair in ranges for edge in pair)]
+        if any(a > b for a, b in itertools.pairwise(flat)) or any(a == b for a, b in ranges):
+            raise ValueError(
+                f"travelling must list rising disjoint ranges (begin, end), got {self.travelling}"
+            )
+        object.__setattr__(self, "travelling", ranges)

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from magi_jax.masks import bands
+from magi_jax.plan.measure import make_report
 from magi_jax.plan.plot_timeline import draw_timeline
-from magi_jax.plan.report import PlanReport, make_report
+from magi_jax.plan.report import PlanReport
 from magi_jax.plan.tables import DST_ROW, N_ROWS, PEER, SRC_ROW
 
 PIXELS = 512  # sampled queries and keys of the mask's picture
@@ -84,10 +85,12 @@ def _draw_area(axes, report: PlanReport, colors) -> None:
             alpha=1.0 / (1 + 0.6 * stage),
         )
         bottom += area
+    axes.bar(ranks, report.travel_area, bottom=bottom, width=0.9, color="black", alpha=0.4)
+    bottom += report.travel_area
     axes.axhline(bottom.mean(), color="black", linewidth=0.8, linestyle="--")
     axes.set(
         title=f"Area of each rank: imbalance {report.imbalance:.3f} (dashed: mean)\n"
-        "local keys below, remote stages paler above",
+        "local keys below, remote stages paler above, queries that travelled grey",
         xlabel="rank",
         ylabel="(query, key) pairs",
         xticks=_ticks(report.cp_size),
@@ -99,7 +102,7 @@ def _draw_traffic(figure, axes, report: PlanReport) -> None:
     image = axes.imshow(rows, cmap="viridis", interpolation="nearest")
     share = report.recv_rows.max() / max(report.ring_rows.max(), 1)
     axes.set(
-        title=f"Rows sent between ranks\nworst rank receives {share:.1%} of a ring's",
+        title=f"Key rows sent between ranks\nworst rank receives {share:.1%} of a ring's",
         xlabel="receiver",
         ylabel="sender",
         xticks=_ticks(report.cp_size),
@@ -123,26 +126,37 @@ def sampled_owners(plan, pixels: int = PIXELS) -> np.ndarray:
     positions = np.asarray(plan.positions, np.int64)
     owners = np.full((count, count), -1, np.int64)
     buffers = [positions, *(_received_positions(meta, positions) for meta in plan.comm)]
-    rank_of = np.empty(seq_len, np.int64)
-    rank_of[positions[positions >= 0]] = np.nonzero(positions >= 0)[0]
-    for table, buffer in zip(plan.calc, buffers, strict=True):
+    parts = [(table, positions, keys) for table, keys in zip(plan.calc, buffers, strict=True)]
+    if plan.travel is not None:
+        moved = _received_positions(plan.travel.comm, positions)
+        parts.append((plan.travel.calc, moved, positions))
+    for table, queries, keys in parts:
         for rank in range(plan.cp_size):
-            queries = np.flatnonzero(rank_of[sampled] == rank)
-            local = np.searchsorted(_rising(positions[rank]), sampled[queries])
-            rows = np.searchsorted(_rising(buffer[rank]), sampled)
-            held = _rising(buffer[rank])[np.minimum(rows, buffer.shape[1] - 1)] == sampled
-            keys = np.flatnonzero(held)
             slices = np.asarray(table.slices[rank], np.int64)
             slices = slices[bands.is_visible(slices)]
-            for query, row in zip(queries, local, strict=True):
-                low, high = bands.key_bounds(slices, np.full(len(slices), row))
-                seen = low < high
-                # Keys lie in rising order in every buffer, so an interval of rows is one of `keys`.
-                first = np.searchsorted(rows[keys], low[seen])
-                last = np.searchsorted(rows[keys], high[seen])
-                for a, b in zip(first, last, strict=True):
-                    owners[query, keys[a:b]] = rank
+            _mark(owners, slices, rank, *(_sampled_rows(x[rank], sampled) for x in (queries, keys)))
     return owners
+
+
+def _sampled_rows(buffer: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which of the sampled positions a buffer holds, and in which rows; both rising."""
+    rising = np.where(buffer < 0, np.iinfo(np.int64).max, buffer)  # padding is at the end
+    rows = np.searchsorted(rising, sampled)
+    held = np.flatnonzero(rising[np.minimum(rows, len(buffer) - 1)] == sampled)
+    return held, rows[held]
+
+
+def _mark(owners, slices, rank: int, queries, keys) -> None:
+    """Enters ``rank`` where its slices are visible; ``queries`` and ``keys`` as `_sampled_rows` gives
+    them.
+    """
+    for query, row in zip(*queries, strict=True):
+        low, high = bands.key_bounds(slices, np.full(len(slices), row))
+        seen = low < high
+        # Keys lie in rising order in every buffer, so an interval of rows is one of sampled keys.
+        first, last = (np.searchsorted(keys[1], edge[seen]) for edge in (low, high))
+        for a, b in zip(first, last, strict=True):
+            owners[query, keys[0][a:b]] = rank
 
 
 def _received_positions(meta, positions: np.ndarray) -> np.ndarray:
@@ -153,8 +167,3 @@ def _received_positions(meta, positions: np.ndarray) -> np.ndarray:
             source = positions[piece[PEER], piece[SRC_ROW] : piece[SRC_ROW] + piece[N_ROWS]]
             out[rank, piece[DST_ROW] : piece[DST_ROW] + piece[N_ROWS]] = source
     return out
-
-
-def _rising(buffer: np.ndarray) -> np.ndarray:
-    """Positions with the padding at the end lifted above all tokens, so that the row is sorted."""
-    return np.where(buffer < 0, np.iinfo(np.int64).max, buffer)

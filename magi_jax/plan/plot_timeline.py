@@ -4,7 +4,7 @@ import numpy as np
 
 from magi_jax.solver.timeline import Timeline
 
-CAST_COLOR, REDUCE_COLOR = "tab:orange", "tab:red"
+CAST_COLOR, REDUCE_COLOR, TRAVEL_COLOR = "tab:orange", "tab:red", "tab:green"
 COMPUTE_COLORS = ("#1f4e79", "#4a8ac4")  # of stages in turn
 HEIGHT = 0.42  # of a bar; computing lies above communication in the row of a rank
 
@@ -29,6 +29,11 @@ def draw_timeline(axes, timeline: Timeline, name: str) -> None:
         for stage, spans in enumerate(parts):
             if (spans[:, 1] > spans[:, 0]).any():
                 _bars(axes, ranks + HEIGHT / 2, spans, color, label if stage == 0 else None)
+    moved, kernel, returned = timeline.travel
+    if kernel.any():
+        _bars(axes, ranks - HEIGHT / 2, kernel, TRAVEL_COLOR, None, edge="white")
+        _bars(axes, ranks + HEIGHT / 2, moved, TRAVEL_COLOR, "travelling queries")
+        _bars(axes, ranks + HEIGHT / 2, returned, TRAVEL_COLOR, None)
     axes.axvline(timeline.predicted_us, color="black", linewidth=0.8, linestyle="--")
     axes.set(
         title=f"Predicted {name}: {timeline.predicted_us:,.0f} us on the slowest rank (dashed)",

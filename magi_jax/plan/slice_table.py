@@ -3,7 +3,8 @@
 import numpy as np
 
 from magi_jax.masks import AttnMask, bands
-from magi_jax.plan.spec import TableSpec
+from magi_jax.plan.frame import does_not_fit
+from magi_jax.plan.spec import MIN_ENTRIES, TableSpec, bucket
 from magi_jax.plan.tables import SliceTable
 from magi_jax.solver import slice_table as solver
 from magi_jax.solver.slice_table import TileRuns
@@ -22,9 +23,9 @@ def slice_table(
     Raises:
         ValueError: ``spec`` is too small or of another kind; the first such size is named.
     """
-    rows = mask.slices
-    table = build_table(rows, np.zeros(len(rows), np.int64), 1, mask.q_len, mask.k_len, tile_size)
-    table = pad_table(table, exact_spec(table).rounded() if spec is None else spec)
+    part = np.zeros(mask.num_slices, np.int64)
+    sizes = (mask.q_len, mask.k_len, tile_size)
+    table = build_table(mask.slices, part, 1, *sizes, "numpy", spec)
     return SliceTable(
         table.slices[0],
         TileRuns(*(leaf[0] for leaf in table.by_query)),
@@ -43,28 +44,59 @@ def build_table(
     k_len: int,
     tile_size: int,
     engine: str = "numpy",
+    spec: TableSpec | None = None,
+    path: str = "spec",
 ) -> SliceTable:
-    """Tables of ``P`` parts at once, leaves ``[P, ...]``, padded only to the longest part.
+    """Tables of ``P`` parts at once, leaves ``[P, ...]``.
 
     Args:
         slices: tight visible slices ``[A, 6]`` in the coordinates of their part.
         part: part of each slice ``[A]``, rising.
         num_parts: ``P``.
-        q_len: rows of the query buffer of each part.
-        k_len: rows of the key buffer of each part, padding included: a tile that ends in padding
-            must not be taken for one whose rows all see something.
+        q_len: rows of the query buffer of each part, padding included: a tile that ends in padding must
+            not be taken for one whose rows all see something.
+        k_len: rows of the key buffer, likewise.
         tile_size: rows of a tile.
         engine: "numpy" or "compiled"; both build the same.
+        spec: sizes to lay out in; None takes those needed, rounded up to buckets.
+        path: what to call ``spec`` in errors.
+
+    Raises:
+        ValueError: ``spec`` is too small or of another kind; the first such size is named.
     """
-    tile_runs = solver.ENGINES[engine]
-    return SliceTable(
-        solver.split_by_part(slices, part, num_parts),
-        tile_runs(slices, part, num_parts, q_len, tile_size),
-        tile_runs(bands.transpose(slices), part, num_parts, k_len, tile_size),
+
+    def room(name: str):
+        if spec is None:
+            return lambda needed: bucket(needed, MIN_ENTRIES)
+        return lambda needed: max(needed, getattr(spec, name))
+
+    walk = solver.ENGINES[engine]
+    needed = int(np.bincount(part, minlength=1).max())
+    table = SliceTable(
+        solver.split_by_part(slices, part, num_parts, room("slices")(needed)),
+        walk(slices, part, num_parts, q_len, tile_size, room("query_runs"), room("query_ids")),
+        walk(
+            bands.transpose(slices), part, num_parts, k_len, tile_size,
+            room("key_runs"), room("key_ids"),
+        ),
         q_len,
         k_len,
         tile_size,
-    )
+    )  # fmt: skip
+    if spec is not None and (problem := spec.shortfall(exact_spec(table), path)):
+        raise does_not_fit(problem)
+    if spec is not None and (q_len, k_len) != (spec.q_len, spec.k_len):
+        raise does_not_fit(
+            f"{path} is for {spec.q_len} queries and {spec.k_len} keys, the table has {q_len} and"
+            f" {k_len}"
+        )
+    return table
+
+
+def empty_table(spec: TableSpec, num_parts: int) -> SliceTable:
+    """Tables of ``num_parts`` parts in which no query sees a key."""
+    none = np.zeros((0, bands.NUM_COLUMNS), np.int64), np.zeros(0, np.int64)
+    return build_table(*none, num_parts, spec.q_len, spec.k_len, spec.tile_size, "numpy", spec)
 
 
 def exact_spec(table: SliceTable) -> TableSpec:
@@ -79,35 +111,9 @@ def exact_spec(table: SliceTable) -> TableSpec:
     return TableSpec(table.q_len, table.k_len, table.tile_size, *(leaf.shape[1] for leaf in leaves))
 
 
-def pad_table(table: SliceTable, spec: TableSpec) -> SliceTable:
-    """Pads the leaves ``[P, ...]`` of a table to the capacities of ``spec``.
-
-    Raises:
-        ValueError: ``spec`` does not cover the table; the first size that is too small is named.
-    """
-    if problem := spec.shortfall(exact_spec(table)):
-        raise ValueError(f"the slice table does not fit the given spec: {problem}")
-    if spec.k_len != table.k_len:
-        raise ValueError(
-            f"the table was built for {table.k_len} keys, the spec is for {spec.k_len}"
-        )
-    return SliceTable(
-        pad_entries(table.slices, spec.slices),
-        _pad_runs(table.by_query, spec.query_runs, spec.query_ids),
-        _pad_runs(table.by_key, spec.key_runs, spec.key_ids),
-        spec.q_len,
-        spec.k_len,
-        spec.tile_size,
-    )
-
-
 def pad_entries(leaf: np.ndarray, size: int, fill: int | np.ndarray = 0) -> np.ndarray:
     """Appends ``fill`` along axis 1 up to ``size`` entries; int32."""
     out = np.empty((leaf.shape[0], size, *leaf.shape[2:]), np.int32)
     out[:, : leaf.shape[1]] = leaf
     out[:, leaf.shape[1] :] = fill
     return out
-
-
-def _pad_runs(runs: TileRuns, num_runs: int, num_ids: int) -> TileRuns:
-    return runs._replace(runs=pad_entries(runs.runs, num_runs), ids=pad_entries(runs.ids, num_ids))

@@ -59,6 +59,8 @@ class _Sizes:
 
 
 def _rounded(sizes: Any, minimum: int | None, factor: float = 1.0) -> Any:
+    if sizes is None:
+        return None
     if isinstance(sizes, tuple):
         return tuple(_rounded(entry, minimum, factor) for entry in sizes)
     if isinstance(sizes, _Sizes):
@@ -72,14 +74,21 @@ def _rounded(sizes: Any, minimum: int | None, factor: float = 1.0) -> Any:
     return sizes if minimum is None else bucket(math.ceil(sizes * factor), minimum)
 
 
+def _is_list_of_parts(mine: Any, other: Any) -> bool:
+    """Whether both are tuples of sizes, of which one may be longer, and not of plain numbers."""
+    return isinstance(mine, tuple) and all(isinstance(part, _Sizes) for part in mine + other)
+
+
 def _shortfall(mine: Any, other: Any, path: str, capacity: bool) -> str | None:
-    if isinstance(mine, tuple):
-        if len(mine) != len(other):
-            return f"{path} has {len(mine)} entries, {len(other)} are needed"
-        steps = (
-            (f"{path}[{i}]", a, b, capacity)
-            for i, (a, b) in enumerate(zip(mine, other, strict=True))
-        )
+    if other is None:  # an absent part needs nothing
+        return None
+    if mine is None:
+        return f"{path} is None, but one is needed"
+    if _is_list_of_parts(mine, other):
+        if len(mine) < len(other):  # entries beyond may stay empty
+            return f"{path} has {len(mine)} entries, but {len(other)} are needed"
+        pairs = enumerate(zip(mine, other, strict=False))
+        steps = ((f"{path}[{i}]", a, b, capacity) for i, (a, b) in pairs)
     elif isinstance(mine, _Sizes):
         steps = (
             (
@@ -98,13 +107,12 @@ def _shortfall(mine: Any, other: Any, path: str, capacity: bool) -> str | None:
 
 
 def _union(mine: Any, other: Any, path: str, capacity: bool) -> Any:
-    if isinstance(mine, tuple):
-        if len(mine) != len(other):
-            raise ValueError(
-                f"no spec covers both: {path} has {len(mine)} entries and {len(other)}"
-            )
-        pairs = enumerate(zip(mine, other, strict=True))
-        return tuple(_union(a, b, f"{path}[{i}]", capacity) for i, (a, b) in pairs)
+    if mine is None or other is None:
+        return other if mine is None else mine
+    if _is_list_of_parts(mine, other):
+        pairs = enumerate(zip(mine, other, strict=False))
+        both = tuple(_union(a, b, f"{path}[{i}]", capacity) for i, (a, b) in pairs)
+        return both + mine[len(both) :] + other[len(both) :]
     if isinstance(mine, _Sizes):
         merged = {
             f.name: _union(
@@ -133,7 +141,7 @@ class TableSpec(_Sizes):
         key_runs, key_ids: the same of ``by_key``.
     """
 
-    q_len: int
+    q_len: int = dataclasses.field(metadata=_capacity(None))
     k_len: int = dataclasses.field(metadata=_capacity(None))
     tile_size: int
     slices: int = dataclasses.field(metadata=_capacity(MIN_ENTRIES))
@@ -165,6 +173,22 @@ class CommSpec(_Sizes):
 
 
 @dataclass(frozen=True)
+class StagesSpec(_Sizes):
+    """Sizes of the stages of one direction: ``calc`` and ``comm`` as in `PlanSpec`."""
+
+    calc: tuple[TableSpec, ...]
+    comm: tuple[CommSpec, ...]
+
+
+@dataclass(frozen=True)
+class TravelSpec(_Sizes):
+    """Sizes of a `TravelTables`: the slice table, and the cast of query rows that feeds it."""
+
+    calc: TableSpec
+    comm: CommSpec
+
+
+@dataclass(frozen=True)
 class PlanSpec(_Sizes):
     """Every static size of an `AttentionPlan`; hashable, and equal specs compile once.
 
@@ -181,6 +205,8 @@ class PlanSpec(_Sizes):
         transfer: sizes of the transfer from the contiguous layout to the dispatched one.
         rolls: sizes of each roll.
         keys: `OWN_KEYS`, `OTHER_KEYS` or `REPLICATED_KEYS`; ``calc[0].k_len`` are the rows of each rank.
+        backward: sizes of the stages of the backward pass; None where it shares those above.
+        travel: sizes of what travelling queries need; None where none travel.
     """
 
     cp_size: int
@@ -195,11 +221,43 @@ class PlanSpec(_Sizes):
     transfer: CommSpec
     rolls: tuple[CommSpec, ...]
     keys: str = OWN_KEYS
+    backward: StagesSpec | None = None
+    travel: TravelSpec | None = None
 
     @property
     def num_remote_stages(self) -> int:
-        """Stages whose keys come from other ranks."""
+        """Stages of the forward pass whose keys come from other ranks."""
         return len(self.comm)
+
+    @property
+    def forward_stages(self) -> StagesSpec:
+        """Sizes of the stages of the forward pass."""
+        return StagesSpec(self.calc, self.comm)
+
+    @property
+    def backward_stages(self) -> StagesSpec:
+        """Sizes of the stages of the backward pass, shared or not."""
+        return self.forward_stages if self.backward is None else self.backward
+
+    def shortfall(self, other: "PlanSpec", path: str = "spec") -> str | None:
+        """Says where this spec is too small for ``other`` or of another kind; None when it covers
+        it. Stages that only this spec has stay empty.
+        """
+        if self.backward is not None:
+            other = dataclasses.replace(other, backward=other.backward_stages)
+        return super().shortfall(other, path)
+
+    def union(self, other: "PlanSpec") -> "PlanSpec":
+        """The smallest spec that covers both, with the larger number of stages of each direction.
+
+        Raises:
+            ValueError: an identity differs; it is named.
+        """
+        if (self.backward is None) != (other.backward is None):
+            both = (dataclasses.replace(s, backward=s.backward_stages) for s in (self, other))
+            mine, other = both
+            return _union(mine, other, "spec", capacity=False)
+        return _union(self, other, "spec", capacity=False)
 
     def scaled(self, factor: float) -> "PlanSpec":
         """The same with capacities ``factor`` times as large: room for masks not seen yet.
@@ -224,15 +282,30 @@ class PlanSpec(_Sizes):
                 grown(spec), dst_rows=spec.dst_rows, self_rows=self_rows, pieces=pieces
             )
 
-        comm = tuple(map(grown, self.comm))
-        k_lens = (self.calc[0].k_len, *(spec.dst_rows for spec in comm))
-        tables = (_rounded(table, None, factor) for table in self.calc)
-        calc = (dataclasses.replace(t, k_len=n) for t, n in zip(tables, k_lens, strict=True))
+        def staged(stages: StagesSpec) -> StagesSpec:
+            comm = tuple(map(grown, stages.comm))
+            k_lens = (stages.calc[0].k_len, *(spec.dst_rows for spec in comm))
+            tables = (_rounded(table, None, factor) for table in stages.calc)
+            calc = (
+                dataclasses.replace(t, q_len=self.local_len, k_len=n)
+                for t, n in zip(tables, k_lens, strict=True)
+            )
+            return StagesSpec(tuple(calc), comm)
+
+        def travelled(travel: TravelSpec) -> TravelSpec:
+            comm = grown(travel.comm)
+            calc = _rounded(travel.calc, None, factor)
+            calc = dataclasses.replace(calc, q_len=comm.dst_rows, k_len=self.local_len)
+            return TravelSpec(calc, comm)
+
+        forward = staged(self.forward_stages)
         return dataclasses.replace(
             self,
             segments=bucket(max(chunks, math.ceil(self.segments * factor)), MIN_SEGMENTS),
-            calc=tuple(calc),
-            comm=comm,
+            calc=forward.calc,
+            comm=forward.comm,
+            backward=None if self.backward is None else staged(self.backward),
+            travel=None if self.travel is None else travelled(self.travel),
             transfer=moved(self.transfer),
             rolls=tuple(map(moved, self.rolls)),
         )

@@ -87,6 +87,36 @@ class CommMeta:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
+class StageTables:
+    """What the stages of one direction read.
+
+    Attributes:
+        calc: slice table of each stage; stage 0 reads local keys, stage ``i + 1`` what ``comm[i]``
+            brought.
+        comm: rows that stage ``i + 1`` receives.
+    """
+
+    calc: tuple[SliceTable, ...]
+    comm: tuple[CommMeta, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class TravelTables:
+    """Query rows that go to the owners of their keys, and what is computed there.
+
+    Attributes:
+        comm: casts query rows to the ranks that own keys they see; partial results return by its
+            transpose.
+        calc: those rows (queries, in the order of the received buffer) against local keys.
+    """
+
+    comm: CommMeta
+    calc: SliceTable
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
 class DispatchMeta:
     """Where each token lives.
 

@@ -6,7 +6,7 @@ rank's rows, received or sent, and the worst node's rows are brought down while 
 a limit. The same problem always gets the same answer. See docs/planner.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,7 +91,7 @@ def balanced(problem: DispatchProblem) -> Assignment:
     if problem.effort not in EFFORTS:
         raise ValueError(f"effort must be one of {sorted(EFFORTS)}, got {problem.effort!r}")
     make_placement = placement_maker(problem.engine)
-    if problem.cp_size == 1 or not len(problem.slices):
+    if problem.cp_size == 1 or not (len(problem.slices) or len(problem.travelling)):
         return contiguous(problem)
     found = []
     for fineness in range(len(FINENESS)):
@@ -100,8 +100,9 @@ def balanced(problem: DispatchProblem) -> Assignment:
         starts = [_expand(strategy(problem), units, problem) for strategy in (contiguous, zigzag)]
         owner = _settled(starts, placement, units, problem)
         if owner is None:
-            owner = _search(starts, placement, units, problem)
-        score = _score(placement, owner, problem.cp_size)
+            score, owner = _search(starts, placement, units, problem)
+        else:
+            score = _score(placement.measure(owner), problem.cp_size)
         found.append((score.cost, fineness, units, owner))
         splittable = units.area.max() > COARSE_SHARE * units.area.sum() / problem.cp_size
         if score.imbalance <= AREA_LIMIT or not splittable:
@@ -163,8 +164,8 @@ class _Score(NamedTuple):
         return (rows + 1) * (1 + OVERLOAD_COST * max(self.imbalance - AREA_LIMIT, 0.0))
 
 
-def _score(placement: Any, owner: np.ndarray, cp_size: int) -> _Score:
-    rows, area = placement.measure(owner)
+def _score(loads: Sequence[np.ndarray], cp_size: int) -> _Score:
+    rows, area = loads
     return _Score(
         rank_rows=int(rows[: 2 * cp_size].max()),
         node_rows=int(rows[2 * cp_size :].max()),
@@ -182,7 +183,7 @@ def _settled(
     node_bound = max(most - units.slots * units.slot * node_size(problem), 0)
     if rank_bound == 0:
         return None
-    scores = [_score(placement, owner, problem.cp_size) for owner in starts]
+    scores = [_score(placement.measure(owner), problem.cp_size) for owner in starts]
     fit = [
         (score.total_rows, i)
         for i, score in enumerate(scores)
@@ -195,18 +196,27 @@ def _settled(
 
 def _search(
     starts: list[np.ndarray], placement: Any, units: Units, problem: DispatchProblem
-) -> np.ndarray:
+) -> tuple[_Score, np.ndarray]:
     """Probes all starting points, then searches from the best."""
     effort, cp_size = EFFORTS[problem.effort], problem.cp_size
     limit = int(AREA_TARGET * units.area.sum() / cp_size)
     order = np.lexsort((-units.area, -units.spare)).astype(np.int32)
     capacity = (units.slots * units.slot, units.slot, units.split_chunks, units.light_area)
-    starts = [s for s in starts if _score(placement, s, cp_size).imbalance <= MAX_START_IMBALANCE]
+
+    def refine(owner: np.ndarray, moves: int, seed: int, temperature: float):
+        owner, *loads = placement.refine(owner, limit, moves, seed, 1.0, temperature)
+        return _score(loads, cp_size), owner
+
+    mean_area = max(units.area.sum() / cp_size, 1.0)
+    starts = [
+        start
+        for start in starts
+        if np.bincount(start, units.area, cp_size).max() <= MAX_START_IMBALANCE * mean_area
+    ]
     starts += [placement.greedy(order, capacity, tuple(weights)) for weights in STARTS]
-    probes = [placement.refine(s, limit, effort.probe, PROBE_SEED, 1.0, 0.0) for s in starts]
-    costs = [_score(placement, owner, cp_size).cost for owner in probes]
-    best = int(np.argmin(costs))
+    probes = [refine(start, effort.probe, PROBE_SEED, 0.0) for start in starts]
+    best = min(probes, key=lambda probe: probe[0].cost)
     spans = np.diff(units.needs, axis=1).sum() / max(len(units.area), 1)
     moves = int(effort.work / (SPANS_OF_A_MOVE + spans))
-    found = placement.refine(probes[best], limit, moves, SEARCH_SEED, 1.0, effort.temperature)
-    return found if _score(placement, found, cp_size).cost <= costs[best] else probes[best]
+    found = refine(best[1], moves, SEARCH_SEED, effort.temperature)
+    return min(found, best, key=lambda probe: probe[0].cost)

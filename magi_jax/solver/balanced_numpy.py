@@ -91,7 +91,9 @@ class NumpyPlacement:
         area, node_area = np.zeros(ranks, np.int64), np.zeros(nodes, np.int64)
         room, sent = np.full(ranks, tokens, np.int64), np.zeros(ranks, np.int64)
         spares = np.zeros(ranks, np.int64)
-        mean = max(int(self.area.sum()) / ranks, 1.0)
+        per_area = 1.0 / max(int(self.area.sum()) / ranks, 1.0)
+        per_node_area = per_area / self.per_node
+        light_per_token = light_area / slot * per_area
         per_row = volume * ranks / max(float(self.rows.sum()), 1.0)
         owner = np.full(len(self.area), -1, np.int32)
         for unit in order.tolist():
@@ -108,15 +110,14 @@ class NumpyPlacement:
             new_rows, node_new = ~holds @ need, ~node_holds @ need
             held_rows, node_held_rows = holds @ self.rows, node_holds @ self.rows
             wanted = int((self.rows * holds.sum(axis=0))[self.home == unit].sum())
-            x = (area + self.area[unit]) / mean
-            y = ((node_area + self.area[unit]) / (mean * self.per_node))[node_of]
-            node_rows = (node_new + node_held * node_held_rows)[node_of]
-            rows = new_rows + held * held_rows + node_weight * node_rows
-            rows = rows + sent_weight * (sent + wanted)
-            light = light_area * (room - size) / slot / mean
+            y = (node_area + self.area[unit]) * per_node_area
+            node_cost = per_row * node_weight * (node_new + node_held * node_held_rows)
+            node_cost = node_cost + NODE_OVERLOAD * np.maximum(y - 1.0, 0.0)
+            x = (area + self.area[unit]) * per_area
+            rows = new_rows + held * held_rows + sent_weight * (sent + wanted)
+            light = light_per_token * (room - size)
             overload = RANK_OVERLOAD * np.maximum(x + light - area_limit, 0.0)
-            overload = overload + NODE_OVERLOAD * np.maximum(y - 1.0, 0.0)
-            cost = np.where(fits, per_row * rows + x + overload, np.inf)
+            cost = np.where(fits, per_row * rows + x + overload + node_cost[node_of], np.inf)
             best = int(np.argmin(cost))
             if size != slot and room[best] % slot < size:
                 part_slots -= 1
@@ -138,16 +139,18 @@ class NumpyPlacement:
         seed: int,
         node_weight: float,
         temperature: float,
-    ) -> np.ndarray:
-        """Owner of each unit after ``moves`` proposed exchanges; see ``xla_ffi/solver/refine.cc``."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Owner of each unit after ``moves`` proposed exchanges, then its `measure`; see
+        ``xla_ffi/solver/refine.cc``.
+        """
         if not len(self.area) or self.num_ranks < 2:
-            return owner.copy()
+            return owner.copy(), *self.measure(owner)
         search = _Search(self, owner, area_limit, seed, node_weight)
         for k in range(moves):
             if k % RESCALE_PERIOD == 0:
                 search.rescale()
             search.step(int(temperature * (1.0 - k / moves) * FIXED_POINT))
-        return search.owner
+        return search.owner, search.loads, search.area
 
 
 class _Search:

@@ -3,6 +3,9 @@
 A unit is a chunk, or a part of a chunk that is too heavy for one rank. Key rows are grouped into *spans*:
 runs of rows of one unit that the same units need. Spans that no other unit needs never cross ranks and are
 left out, so that a search looks at a few hundred of them.
+
+Queries that travel turn this around. Their rows are a span of the unit that holds them, weighed by what a
+query row costs to move, and needed by all units whose keys they see; the work falls on those units.
 """
 
 from typing import NamedTuple
@@ -11,7 +14,7 @@ import numpy as np
 
 from magi_jax.masks import bands
 from magi_jax.solver import intervals
-from magi_jax.solver.dispatch import DispatchProblem
+from magi_jax.solver.dispatch import DispatchProblem, areas, cut_at
 
 # A chunk is split when it overloads its rank even beside light chunks, and is a good part of its work.
 OVERLOAD = 1.002
@@ -74,16 +77,14 @@ def make_units(problem: DispatchProblem, fineness: int = 0) -> Units:
             with so few sizes of chunks that no choice of whole ones is balanced.
     """
     edges = problem.edges
-    unit, cut = _cut_queries(problem.slices, edges)
-    area = _areas(unit, cut, len(edges) - 1)
+    unit, cut, area = _work_of_units(problem, edges)
     light_area = float(np.quantile(area, LIGHT_QUANTILE))
     split, parts = _chunks_to_split(area, light_area, problem, fineness)
     slot = int(edges[1] - edges[0])
     if len(split):
         inner = edges[split][:, None] + slot // parts * np.arange(1, parts)
         edges = np.sort(np.concatenate([edges, inner.ravel()]))
-        unit, cut = _cut_queries(problem.slices, edges)
-        area = _areas(unit, cut, len(edges) - 1)
+        unit, cut, area = _work_of_units(problem, edges)
 
     num_chunks = len(problem.edges) - 1
     slots = -(-num_chunks // problem.cp_size)
@@ -91,7 +92,12 @@ def make_units(problem: DispatchProblem, fineness: int = 0) -> Units:
     chunk = np.searchsorted(problem.edges, edges[:-1], side="right") - 1
     size = np.where(np.isin(chunk, split), slot // parts, slot)
     spare = np.diff(edges) < size
-    rows, span_ptr, need_ptr, needs, need_rows = _needs(unit, cut, edges)
+    needs = _key_needs(unit, cut, edges)
+    need_rows = needs.total_rows
+    if len(problem.travelling):
+        needs = _with_travellers(needs, problem, edges)
+    span_ptr = needs.span_ptr
+    need_ptr = np.searchsorted(needs.reader, np.arange(len(edges)))
     blank = np.zeros(num_blanks, np.int64)
     return Units(
         edges=edges,
@@ -99,10 +105,10 @@ def make_units(problem: DispatchProblem, fineness: int = 0) -> Units:
         area=np.concatenate([area, blank]),
         size=np.concatenate([size, blank + slot]).astype(np.int32),
         spare=np.concatenate([spare, blank + 1]).astype(np.int32),
-        rows=rows.astype(np.int32),
+        rows=needs.rows.astype(np.int32),
         span_ptr=np.concatenate([span_ptr, blank + span_ptr[-1]]).astype(np.int32),
         need_ptr=np.concatenate([need_ptr, blank + need_ptr[-1]]).astype(np.int32),
-        needs=needs.astype(np.int32),
+        needs=needs.spans.astype(np.int32),
         need_rows=np.concatenate([need_rows, blank]),
         slot=slot,
         slots=slots,
@@ -111,19 +117,24 @@ def make_units(problem: DispatchProblem, fineness: int = 0) -> Units:
     )
 
 
-def _cut_queries(slices: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Slices cut at query ``edges``: (unit of each piece, tight pieces ``[C, 6]``), visible ones only."""
-    source, unit = intervals.meet(
-        slices[:, bands.Q_START], slices[:, bands.Q_END], edges[:-1], edges[1:]
-    )
-    cut = bands.clip(slices[source], q_start=edges[unit], q_end=edges[unit + 1])
-    seen = bands.is_visible(cut)
-    return unit[seen], cut[seen]
+def _work_of_units(
+    problem: DispatchProblem, edges: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Slices cut at units (unit of each piece, pieces ``[C, 6]``), and the work of each unit."""
+    unit, cut = cut_at(problem.slices, edges)
+    area = areas(unit, cut, len(edges) - 1)
+    if len(problem.travelling):
+        area += areas(*cut_at(bands.transpose(problem.travelling), edges), len(edges) - 1)
+    return unit, cut, area
 
 
-def _areas(unit: np.ndarray, cut: np.ndarray, num_units: int) -> np.ndarray:
-    # Float64 sums are exact below 2**53 cells.
-    return np.bincount(unit, weights=bands.area(cut), minlength=num_units).astype(np.int64)
+def _travelling_rows(problem: DispatchProblem, edges: np.ndarray) -> np.ndarray:
+    """Query rows of each unit that travel, ``[U]``."""
+    begin, end = problem.travelling[:, bands.Q_START], problem.travelling[:, bands.Q_END]
+    _, begin, end = intervals.union(np.zeros_like(begin), begin, end)
+    source, unit = intervals.meet(begin, end, edges[:-1], edges[1:])
+    rows = np.minimum(end[source], edges[unit + 1]) - np.maximum(begin[source], edges[unit])
+    return np.bincount(unit, rows, len(edges) - 1).astype(np.int64)
 
 
 def _chunks_to_split(
@@ -146,20 +157,25 @@ def _chunks_to_split(
     if fineness:
         heaviest = np.argsort(-area, kind="stable")[: int(np.ceil(per_rank * problem.cp_size))]
         is_heavy[heaviest] |= (area[heaviest] > COARSE_SHARE * mean) & may_split[heaviest]
-    heavy = np.flatnonzero(is_heavy)
+    travels = np.zeros(len(area), bool)
+    if len(problem.travelling):  # whoever holds these rows sends them to nearly everyone
+        travels = (_travelling_rows(problem, edges) > 0) & may_split
+    heavy = np.flatnonzero(is_heavy | travels)
     if not len(heavy):
         return none
     parts = 1
-    most = coarse_parts if fineness else MAX_PARTS
+    few = travels.any() or not fineness
+    most = MAX_PARTS if few else coarse_parts
     while parts < most and slot % (2 * parts) == 0 and slot >= 2 * parts * MIN_PART_ROWS:
         parts *= 2
-        if _largest_part(heavy, parts, problem) <= PART_SHARE * mean and not fineness:
+        if few and not travels.any() and _largest_part(heavy, parts, problem) <= PART_SHARE * mean:
             break
     if parts == 1:
         return none
     light = np.argsort(area, kind="stable")
-    light = light[may_split[light] & ~is_heavy[light]]
+    light = light[may_split[light] & ~is_heavy[light] & ~travels[light]]
     places = min(int(area[heavy].sum() / (PLACE_SHARE * mean)) + 1, len(heavy) * parts)
+    places = max(places, min(int(travels.sum()) * parts, problem.cp_size))
     if fineness:  # heavy parts trade places with light ones, so there must be as many
         places = max(places, 2 * len(heavy))
     return np.sort(np.concatenate([heavy, light[: max(places - len(heavy), 0)]])), parts
@@ -169,18 +185,34 @@ def _largest_part(chunks: np.ndarray, parts: int, problem: DispatchProblem) -> i
     """Largest area of a part when ``chunks`` are cut into ``parts`` equal parts."""
     step = int(problem.edges[1] - problem.edges[0]) // parts
     edges = np.unique(problem.edges[chunks][:, None] + step * np.arange(parts + 1))
-    unit, cut = _cut_queries(problem.slices, edges)
+    unit, cut = cut_at(problem.slices, edges)
     inside = np.diff(edges) == step  # the other gaps lie between chunks
-    return int(_areas(unit, cut, len(edges) - 1)[inside].max())
+    return int(areas(unit, cut, len(edges) - 1)[inside].max())
 
 
-def _needs(
-    unit: np.ndarray, cut: np.ndarray, edges: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Spans and needs: ``(rows, span_ptr, need_ptr, needs, need_rows)`` of `Units`, without blanks."""
+class _Needs(NamedTuple):
+    """Spans and who needs them; names as in `Units`.
+
+    Attributes:
+        rows: ``[V]``.
+        span_ptr: ``[U + 1]``.
+        reader: ``[I]`` unit of each of ``spans``, rising.
+        spans: ``[I, 2]`` intervals of spans, disjoint and rising within a unit.
+        total_rows: ``[U]`` distinct key rows that each unit sees.
+    """
+
+    rows: np.ndarray
+    span_ptr: np.ndarray
+    reader: np.ndarray
+    spans: np.ndarray
+    total_rows: np.ndarray
+
+
+def _key_needs(unit: np.ndarray, cut: np.ndarray, edges: np.ndarray) -> _Needs:
+    """Spans of keys, without those that only their own unit needs."""
     num_units = len(edges) - 1
     unit, begin, end = intervals.union(unit, cut[:, bands.K_START], cut[:, bands.K_END])
-    need_rows = np.bincount(unit, weights=end - begin, minlength=num_units).astype(np.int64)
+    total_rows = np.bincount(unit, weights=end - begin, minlength=num_units).astype(np.int64)
     points = np.unique(np.concatenate([edges, begin, end]))
     first, last = np.searchsorted(points, begin), np.searchsorted(points, end)
     needed_by = _coverage(first, last, len(points))
@@ -191,14 +223,48 @@ def _needs(
     )
     travels = needed_by > needed_by_owner
     place = np.concatenate([[0], np.cumsum(travels)])
-    needs = np.stack([place[first], place[last]], axis=1)
-    kept = needs[:, 0] < needs[:, 1]
-    return (
+    spans = np.stack([place[first], place[last]], axis=1)
+    kept = spans[:, 0] < spans[:, 1]
+    return _Needs(
         np.diff(points)[travels],
         place[np.searchsorted(points, edges)],
-        np.searchsorted(unit[kept], np.arange(num_units + 1)),
-        needs[kept],
-        need_rows,
+        unit[kept],
+        spans[kept],
+        total_rows,
+    )
+
+
+def _with_travellers(needs: _Needs, problem: DispatchProblem, edges: np.ndarray) -> _Needs:
+    """Adds one span for each unit with travelling rows, needed by the units whose keys they see."""
+    moved = _travelling_rows(problem, edges)
+    holders = np.flatnonzero(moved)
+    rows = np.maximum(np.rint(problem.row_weight * moved[holders]).astype(np.int64), 1)
+    ends = needs.span_ptr[holders + 1]  # the new span follows the key spans of its unit
+    place = ends + np.arange(len(holders))
+
+    # Intervals of key spans, cut where a new span comes in between.
+    points = np.unique(np.concatenate([[0], ends, needs.span_ptr[-1:]]))
+    source, block = intervals.meet(needs.spans[:, 0], needs.spans[:, 1], points[:-1], points[1:])
+    begin = np.maximum(needs.spans[source, 0], points[block])
+    end = np.minimum(needs.spans[source, 1], points[block + 1])
+    shift = np.searchsorted(ends, points[block], side="right")
+
+    keys_of, cut = cut_at(bands.transpose(problem.travelling), edges)
+    first = np.searchsorted(edges, cut[:, bands.K_START], side="right") - 1
+    last = np.searchsorted(edges, cut[:, bands.K_END], side="left")
+    first, last = np.searchsorted(holders, first), np.searchsorted(holders, last)
+    piece, holder = intervals.expand(first, last - first)
+    reader, begin, end = intervals.union(
+        np.concatenate([needs.reader[source], keys_of[piece]]),
+        np.concatenate([begin + shift, place[holder]]),
+        np.concatenate([end + shift, place[holder] + 1]),
+    )
+    before = np.searchsorted(holders, np.arange(len(edges)))
+    return needs._replace(
+        rows=np.insert(needs.rows, ends, rows),
+        span_ptr=needs.span_ptr + before,
+        reader=reader,
+        spans=np.stack([begin, end], axis=1),
     )
 
 

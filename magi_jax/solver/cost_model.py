@@ -1,8 +1,9 @@
 """How long kernels and transfers take: rates by slice shape and by link, as data.
 
-The defaults are round figures for one H100 or H200: kernel rates of flexible attention in bfloat16 at head
-dim 128, 370 GB/s over NVLink as measured between two H200, and 50 GB/s per GPU between nodes. Measured
-tables are loaded with `CostModel.from_json`.
+The default kernel rates are fitted to what the Hopper kernels of this package measured on one H200 in
+bfloat16 at head dim 128 (``benchmarks/planner_rates.py``): forward within 3 %, backward within 10 % of each
+measured mask. 370 GB/s over NVLink were measured between two H200; 50 GB/s per GPU between nodes and the
+fixed times are assumed. Other tables are loaded with `CostModel.from_json`.
 """
 
 import dataclasses
@@ -16,12 +17,10 @@ from magi_jax.masks import bands
 
 # (visible keys per query row of a slice, TFLOP/s); between the points rates follow the logarithm.
 FORWARD_TFLOPS = (
-    (64, 120.0), (128, 210.0), (256, 330.0), (512, 440.0), (1024, 520.0), (2048, 570.0),
-    (4096, 600.0), (16384, 640.0),
+    (64, 91.0), (256, 330.0), (1024, 459.0), (4096, 592.0), (16384, 619.0),
 )  # fmt: skip
 BACKWARD_TFLOPS = (
-    (64, 80.0), (128, 140.0), (256, 220.0), (512, 310.0), (1024, 380.0), (2048, 450.0),
-    (4096, 500.0), (16384, 550.0),
+    (64, 97.0), (256, 161.0), (1024, 414.0), (4096, 414.0), (16384, 484.0),
 )  # fmt: skip
 FLOPS_PER_PAIR = 4  # of a (query, key) pair, per head and head dim: q.k and p.v
 BACKWARD_FLOPS_RATIO = 2.5
@@ -82,27 +81,30 @@ class CostModel:
                 values[name] = tuple(tuple(point) for point in values[name])
         return cls(**values)
 
-    def kernel_us(
-        self, slices: np.ndarray, backward: bool = False, key_parts: int = 1
-    ) -> np.ndarray:
+    def kernel_us(self, slices: np.ndarray, backward: bool = False) -> np.ndarray:
         """Time of each slice as part of a large launch.
 
         Args:
             slices: tight slices ``[A, 6]``.
             backward: of the backward pass.
-            key_parts: launches over which the keys of each slice are spread evenly; shorter walks along
-                keys run at a lower rate.
 
         Returns:
-            microseconds ``[A]``, of all launches together.
+            microseconds ``[A]``.
         """
+        return self.times_us(*self.shapes(slices), backward)
+
+    def shapes(self, slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Area of each slice and the logarithm of its visible keys per row: what rates depend on."""
         area = bands.area(slices)
         rows = np.maximum(slices[:, bands.Q_END] - slices[:, bands.Q_START], 1)
+        return area, np.log(np.maximum(area / rows, 1.0))
+
+    def times_us(self, area: np.ndarray, log_keys: np.ndarray, backward: bool) -> np.ndarray:
+        """`kernel_us` of slices whose `shapes` are known."""
         table = np.asarray(self.backward_tflops if backward else self.forward_tflops, float)
-        keys = np.maximum(area / rows / key_parts, 1.0)
-        tflops = np.interp(np.log(keys), np.log(table[:, 0]), table[:, 1])
-        flops = FLOPS_PER_PAIR * area * self.num_heads * self.head_dim
-        return flops * (BACKWARD_FLOPS_RATIO if backward else 1.0) / (tflops * 1e6)
+        tflops = np.interp(log_keys, np.log(table[:, 0]), table[:, 1])
+        flops = FLOPS_PER_PAIR * (BACKWARD_FLOPS_RATIO if backward else 1.0)
+        return area * (flops * self.num_heads * self.head_dim / 1e6) / tflops
 
     def merge_us(self, local_len: int) -> float:
         """Time that a further stage costs: its launches, and its float32 partial output read and written."""
@@ -111,14 +113,28 @@ class CostModel:
 
     def cast_us(self, near_rows: np.ndarray, far_rows: np.ndarray) -> np.ndarray:
         """Time for key and value rows: ``near_rows`` inside the node beside ``far_rows`` across nodes."""
-        return self._move_us(near_rows, far_rows, self.dtype_bytes)
+        return self.move_us(near_rows, far_rows, self.kv_row_bytes(self.dtype_bytes))
 
     def reduce_us(self, near_rows: np.ndarray, far_rows: np.ndarray) -> np.ndarray:
         """Time for the same rows of dK and dV on their way back."""
-        return self._move_us(near_rows, far_rows, self.grad_bytes)
+        return self.move_us(near_rows, far_rows, self.kv_row_bytes(self.grad_bytes))
 
-    def _move_us(self, near_rows, far_rows, element_bytes):
-        row_bytes = 2 * self.num_kv_heads * self.head_dim * element_bytes
+    def kv_row_bytes(self, element_bytes: int) -> int:
+        """Bytes of a row of keys and values, or of their gradients."""
+        return 2 * self.num_kv_heads * self.head_dim * element_bytes
+
+    def travel_bytes(self, backward: bool) -> tuple[int, int]:
+        """Bytes that a travelling query row takes on its way out, and back to its owner.
+
+        Forward: q out; out and lse, in float32, back. Backward: q, dout, lse and delta out; dq back.
+        """
+        row = self.num_heads * self.head_dim
+        if backward:
+            return 2 * row * self.dtype_bytes + 8 * self.num_heads, 4 * row
+        return row * self.dtype_bytes, 4 * row + 4 * self.num_heads
+
+    def move_us(self, near_rows, far_rows, row_bytes: int) -> np.ndarray:
+        """Time for rows of ``row_bytes``: the slower of the links inside the node and across nodes."""
         near_us = near_rows * row_bytes / (self.link_gbps * 1e3)
         far_us = far_rows * row_bytes / (self.node_link_gbps * 1e3)
         busy = (near_rows > 0) | (far_rows > 0)

@@ -7,6 +7,7 @@ import numpy as np
 from magi_jax.masks import bands
 from magi_jax.solver import intervals
 from magi_jax.solver.dispatch import Layout
+from magi_jax.solver.engine import compiled
 
 
 class QueryCut(NamedTuple):
@@ -42,6 +43,29 @@ class Remote(NamedTuple):
     src_row: np.ndarray
     stage: np.ndarray
     dst_row: np.ndarray
+
+
+def find_remote(
+    slices: np.ndarray, layout: Layout, keys: Layout | None, engine: str = "numpy"
+) -> tuple[QueryCut, Remote]:
+    """`cut_queries`, then `remote_ranges`.
+
+    Args:
+        slices: tight visible slices ``[A, 6]``.
+        layout: who owns which queries.
+        keys: who owns which keys; None where every rank has all of them.
+        engine: "numpy" or "compiled"; both find the same.
+    """
+    if keys is None:
+        return cut_queries(slices, layout), Remote(*np.zeros((7, 0), np.int64))
+    if engine == "numpy":
+        cut = cut_queries(slices, layout)
+        return cut, remote_ranges(cut, keys)
+    *cut, remote = compiled().find_remote(
+        slices, layout.edges, layout.owner, layout.offset, keys.edges, keys.owner, keys.offset,
+        layout.cp_size,
+    )  # fmt: skip
+    return QueryCut(*cut), Remote(*remote.T)
 
 
 def cut_queries(slices: np.ndarray, layout: Layout) -> QueryCut:

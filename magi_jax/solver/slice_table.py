@@ -11,6 +11,7 @@ Everything is vectorised over ``parts`` (one table per rank and stage), so that 
 ranks.
 """
 
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -23,6 +24,9 @@ from magi_jax.solver.engine import compiled
 TILE_SIZE = 128
 
 RUN_BEGIN, RUN_END, FULL_BEGIN, FULL_END, IDS_BEGIN, IDS_END = range(6)
+
+
+Rounding = Callable[[int], int]
 
 
 class TileRuns(NamedTuple):
@@ -44,7 +48,13 @@ class TileRuns(NamedTuple):
 
 
 def tile_runs(
-    slices: np.ndarray, part: np.ndarray, num_parts: int, length: int, tile_size: int = TILE_SIZE
+    slices: np.ndarray,
+    part: np.ndarray,
+    num_parts: int,
+    length: int,
+    tile_size: int = TILE_SIZE,
+    round_runs: Rounding | None = None,
+    round_ids: Rounding | None = None,
 ) -> TileRuns:
     """Builds the walk of query tiles; give transposed slices for key tiles.
 
@@ -54,6 +64,8 @@ def tile_runs(
         num_parts: number of parts ``P``.
         length: rows of the tiled axis.
         tile_size: rows per tile.
+        round_runs: takes the most runs of a part to the capacity ``R``; None leaves it as it is.
+        round_ids: the same for ``I``.
     """
     num_tiles = max(-(-length // tile_size), 1)
     pair_slice, pair_tile = _touching_pairs(slices, tile_size)
@@ -86,8 +98,10 @@ def tile_runs(
     )
     return TileRuns(
         ptr=(ptr - first_run[:, None]).astype(np.int32),
-        runs=split_by_part(runs, run_part, num_parts),
-        ids=split_by_part(pair_slice - slice_base[part[pair_slice]], tile // num_tiles, num_parts),
+        runs=_padded(runs, run_part, num_parts, round_runs),
+        ids=_padded(
+            pair_slice - slice_base[part[pair_slice]], tile // num_tiles, num_parts, round_ids
+        ),
         order=np.argsort(-work.reshape(num_parts, num_tiles), axis=1, kind="stable").astype(
             np.int32
         ),
@@ -95,7 +109,13 @@ def tile_runs(
 
 
 def compiled_tile_runs(
-    slices: np.ndarray, part: np.ndarray, num_parts: int, length: int, tile_size: int = TILE_SIZE
+    slices: np.ndarray,
+    part: np.ndarray,
+    num_parts: int,
+    length: int,
+    tile_size: int = TILE_SIZE,
+    round_runs: Rounding | None = None,
+    round_ids: Rounding | None = None,
 ) -> TileRuns:
     """`tile_runs` by the compiled planner: the same, about ten times as fast.
 
@@ -103,9 +123,14 @@ def compiled_tile_runs(
         ImportError: the extension module is not built.
     """
     ptr, runs, ids, order = compiled().walk_tiles(
-        np.ascontiguousarray(slices), part, num_parts, length, tile_size
+        slices, part, num_parts, length, tile_size, round_runs, round_ids
     )
     return TileRuns(ptr, runs, ids[..., 0], order)
+
+
+def _padded(rows, part, num_parts: int, rounding: Rounding | None) -> np.ndarray:
+    most = int(np.bincount(part, minlength=1).max())
+    return split_by_part(rows, part, num_parts, most if rounding is None else rounding(most))
 
 
 ENGINES = MappingProxyType({"numpy": tile_runs, "compiled": compiled_tile_runs})
@@ -142,10 +167,23 @@ def _full_interval(cut, tile, starts_run, length, num_tiles, tile_size):
     return full_begin, full_end
 
 
-def split_by_part(rows: np.ndarray, part: np.ndarray, num_parts: int) -> np.ndarray:
-    """Stacks the rows of each part, padding with zeros to the longest; ``[P, L, ...]`` int32."""
+def split_by_part(
+    rows: np.ndarray, part: np.ndarray, num_parts: int, size: int | None = None, fill=0
+) -> np.ndarray:
+    """Stacks the rows of each part and pads them; ``[P, L, ...]`` int32.
+
+    Args:
+        rows: ``[N, ...]``.
+        part: part of each row ``[N]``, rising.
+        num_parts: ``P``.
+        size: ``L``, or the length of the longest part where that is more.
+        fill: what padding rows hold.
+    """
     count = np.bincount(part, minlength=num_parts)
-    out = np.zeros((num_parts, count.max(initial=0), *rows.shape[1:]), np.int32)
+    most = int(count.max(initial=0))
+    size = most if size is None else max(size, most)
+    out = np.empty((num_parts, size, *rows.shape[1:]), np.int32)
+    out[:] = fill
     within = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
     out[part, within] = rows
     return out

@@ -8,7 +8,8 @@ import numpy as np
 from magi_jax.masks import bands
 from magi_jax.solver import intervals
 from magi_jax.solver.dispatch import Layout
-from magi_jax.solver.remote import QueryCut, Remote
+from magi_jax.solver.engine import compiled
+from magi_jax.solver.remote import QueryCut, Remote, split_stages
 
 
 class StageSlices(NamedTuple):
@@ -16,6 +17,51 @@ class StageSlices(NamedTuple):
 
     slices: np.ndarray
     rank: np.ndarray
+
+
+class Staged(NamedTuple):
+    """Remote ranges cut into stages, and what each rank computes in each stage.
+
+    Attributes:
+        remote: what travels in each remote stage.
+        slices: local slices of stage 0 and of all remote stages.
+    """
+
+    remote: Remote
+    slices: list[StageSlices]
+
+    @property
+    def num_remote_stages(self) -> int:
+        """Stages whose keys come from other ranks."""
+        return len(self.slices) - 1
+
+
+def cut_stages(
+    cut: QueryCut, remote: Remote, layout: Layout, num_remote_stages: int, engine: str = "numpy"
+) -> Staged:
+    """`split_stages`, then `stage_slices`.
+
+    Args:
+        cut: slices by owner.
+        remote: ranges that travel, all in one stage.
+        layout: who owns which tokens.
+        num_remote_stages: stages of equal size to cut them into; 0 when there is one rank only.
+        engine: "numpy" or "compiled"; both find the same.
+    """
+    if engine == "numpy":
+        if num_remote_stages > 1:
+            remote = split_stages(remote, num_remote_stages, layout.cp_size)
+        return Staged(remote, stage_slices(cut, remote, layout, num_remote_stages))
+    ranges, slices, group = compiled().cut_stages(
+        *cut, np.stack(remote, axis=1), layout.edges, layout.owner, layout.offset, layout.cp_size,
+        num_remote_stages,
+    )  # fmt: skip
+    return Staged(Remote(*ranges.T), _by_stage(slices, group, layout.cp_size, num_remote_stages))
+
+
+def _by_stage(slices, group, cp_size: int, num_remote_stages: int) -> list[StageSlices]:
+    first = np.searchsorted(group, np.arange(num_remote_stages + 2) * cp_size)
+    return [StageSlices(slices[a:b], group[a:b] % cp_size) for a, b in itertools.pairwise(first)]
 
 
 class _KeySegments(NamedTuple):
@@ -51,10 +97,7 @@ def stage_slices(
     group = segments.stage[segment][seen] * layout.cp_size + cut.rank[source][seen]
     pieces, group = _join_rectangles(pieces[seen], group)
     assert bands.area(pieces).sum() == bands.area(cut.slices).sum(), "a cell was lost or doubled"
-    first = np.searchsorted(group, np.arange(num_remote_stages + 2) * layout.cp_size)
-    return [
-        StageSlices(pieces[a:b], group[a:b] % layout.cp_size) for a, b in itertools.pairwise(first)
-    ]
+    return _by_stage(pieces, group, layout.cp_size, num_remote_stages)
 
 
 def whole_key_slices(cut: QueryCut) -> StageSlices:

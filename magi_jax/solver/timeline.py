@@ -1,9 +1,11 @@
 """What a step of attention should take: kernels and casts of every rank, laid side by side.
 
-A rank has one compute stream and one communication stream. The cast of a stage is issued when the
-attention of the stage before it starts; the dK and dV of a stage leave when its attention is done.
+A rank has one compute stream and one communication stream. Travelling queries leave first and are computed
+after the local stage. The cast of a stage is issued when the attention of the stage before it starts; the
+dK and dV of a stage leave when its attention is done.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,21 +14,38 @@ from magi_jax.solver.cost_model import CostModel
 from magi_jax.solver.stages import StageSlices
 
 
-class StageWork(NamedTuple):
-    """What each rank does in each stage of one plan, for ``S`` remote stages.
+class TravelWork(NamedTuple):
+    """What travelling queries take in one direction, ``[cp]`` each: way out, kernel, way back."""
+
+    out_us: np.ndarray
+    kernel_us: np.ndarray
+    return_us: np.ndarray
+
+
+class DirectionWork(NamedTuple):
+    """What each rank does in each of ``S`` remote stages of one direction.
 
     Attributes:
-        forward_us, backward_us: ``[1 + S, cp]`` kernel time; stage 0 is local.
+        kernel_us: ``[1 + S, cp]`` kernel time; stage 0 is local.
         cast_us: ``[S, cp]`` time of the cast that feeds stage ``i + 1``.
-        reduce_us: ``[S, cp]`` time of the way back of its dK and dV.
+        reduce_us: ``[S, cp]`` time of the way back of its dK and dV; zeros in the forward direction.
         merge_us: what each remote stage adds to its kernel for merging with those before.
+        travel: what travelling queries take, if any travel.
     """
 
-    forward_us: np.ndarray
-    backward_us: np.ndarray
+    kernel_us: np.ndarray
     cast_us: np.ndarray
     reduce_us: np.ndarray
     merge_us: float = 0.0
+    travel: TravelWork | None = None
+
+    @property
+    def busy_us(self) -> float:
+        """Kernel time of the mean rank."""
+        kernel_us = self.kernel_us.sum(axis=0)
+        if self.travel is not None:
+            kernel_us = kernel_us + self.travel.kernel_us
+        return float(kernel_us.mean())
 
 
 class Timeline(NamedTuple):
@@ -36,49 +55,53 @@ class Timeline(NamedTuple):
         compute: ``[1 + S, cp, 2]`` begin and end of each stage's kernel.
         cast: ``[S, cp, 2]`` begin and end of each cast.
         reduce: ``[S, cp, 2]`` begin and end of each reduce; of zero length in the forward direction.
+        travel: ``[3, cp, 2]`` begin and end of the cast, the kernel and the return of travelling
+            queries; of zero length where none travel.
     """
 
     compute: np.ndarray
     cast: np.ndarray
     reduce: np.ndarray
+    travel: np.ndarray
 
     @property
     def predicted_us(self) -> float:
         """When the last rank is done."""
-        ends = [part[..., 1].max(initial=0.0) for part in self]
-        return float(max(ends))
+        return float(max(part[..., 1].max(initial=0.0) for part in self))
 
-    def efficiency(self, kernel_us: np.ndarray) -> float:
-        """Mean of ``kernel_us [1 + S, cp]`` over the predicted time; 1.0 when there is nothing to do."""
+    def efficiency(self, busy_us: float) -> float:
+        """``busy_us`` of the mean rank over the predicted time; 1.0 when there is nothing to do."""
         predicted_us = self.predicted_us
-        busy_us = kernel_us.sum(axis=0).mean()
         return float(busy_us / predicted_us) if predicted_us > 0 else 1.0
 
 
-def move_times(
-    traffic: np.ndarray, ranks_per_node: int, model: CostModel
-) -> tuple[np.ndarray, np.ndarray]:
-    """Times of casts and of reduces, ``[S, cp]`` each, from rows ``traffic [S, cp (source), cp]``.
+def link_rows(traffic: np.ndarray, ranks_per_node: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that hold a rank up, inside its node and across nodes, ``[..., cp]`` each.
 
     A rank is held up by what it receives or by what it sends, whichever is more; rows cross nodes once
     for each rank that needs them.
+
+    Args:
+        traffic: rows from source to destination, ``[..., cp, cp]``.
+        ranks_per_node: ranks of a node.
     """
     node = np.arange(traffic.shape[-1]) // ranks_per_node
     crosses = node[:, None] != node
     near, far = traffic * ~crosses, traffic * crosses
-    near_rows = np.maximum(near.sum(axis=1), near.sum(axis=2))
-    far_rows = np.maximum(far.sum(axis=1), far.sum(axis=2))
-    return model.cast_us(near_rows, far_rows), model.reduce_us(near_rows, far_rows)
+    near_rows, far_rows = (np.maximum(x.sum(axis=-2), x.sum(axis=-1)) for x in (near, far))
+    return near_rows, far_rows
 
 
-def stage_work(
-    stages: list[StageSlices],
+def direction_work(
+    stages: Sequence[StageSlices],
     traffic: np.ndarray,
     local_len: int,
     ranks_per_node: int,
     model: CostModel,
-) -> StageWork:
-    """Times of a plan's stages.
+    backward: bool,
+    travel: TravelWork | None = None,
+) -> DirectionWork:
+    """Times of the stages of one direction.
 
     Args:
         stages: local slices of stage 0 and of the ``S`` remote stages.
@@ -86,100 +109,70 @@ def stage_work(
         local_len: rows of each rank.
         ranks_per_node: ranks of a node.
         model: the machine.
+        backward: which direction.
+        travel: of travelling queries.
     """
-    forward_us, backward_us = _kernel_us(stages, traffic.shape[-1], model)
-    cast_us, reduce_us = move_times(traffic, ranks_per_node, model)
-    return StageWork(forward_us, backward_us, cast_us, reduce_us, model.merge_us(local_len))
+    kernel_us = kernel_times(stages, traffic.shape[-1], model, backward)
+    near_rows, far_rows = link_rows(traffic, ranks_per_node)
+    reduce_us = model.reduce_us(near_rows, far_rows) if backward else np.zeros(near_rows.shape)
+    cast_us = model.cast_us(near_rows, far_rows)
+    return DirectionWork(kernel_us, cast_us, reduce_us, model.merge_us(local_len), travel)
 
 
-def _kernel_us(
-    stages: list[StageSlices], cp_size: int, model: CostModel, key_parts: int = 1
-) -> list[np.ndarray]:
-    """Kernel times ``[len(stages), cp]`` of the forward and of the backward pass."""
-    return [
-        np.stack(
-            [
-                np.bincount(stage.rank, model.kernel_us(stage.slices, backward, key_parts), cp_size)
-                for stage in stages
-            ]
-        )
-        for backward in (False, True)
-    ]
-
-
-def simulate(work: StageWork, backward: bool = False) -> Timeline:
-    """Lays the stages of one direction out in time."""
-    kernel_us = work.backward_us if backward else work.forward_us
-    reduce_us = work.reduce_us if backward else np.zeros_like(work.reduce_us)
-    num_stages, cp_size = work.cast_us.shape
-    compute = np.zeros((num_stages + 1, cp_size, 2))
-    cast, reduce = np.zeros((num_stages, cp_size, 2)), np.zeros((num_stages, cp_size, 2))
-    link_free, arrived, kernel_free = np.zeros(cp_size), np.zeros(cp_size), np.zeros(cp_size)
-    for stage in range(num_stages + 1):
-        begin = np.maximum(kernel_free, arrived)
-        kernel_free = begin + kernel_us[stage] + work.merge_us * (stage > 0)
-        compute[stage] = np.stack([begin, kernel_free], axis=1)
-        if stage < num_stages:  # issued first, so that it is ahead of this stage's reduce
-            start = np.maximum(link_free, begin)
-            link_free = arrived = start + work.cast_us[stage]
-            cast[stage] = np.stack([start, link_free], axis=1)
-        if stage > 0:
-            start = np.maximum(link_free, kernel_free)
-            link_free = start + reduce_us[stage - 1]
-            reduce[stage - 1] = np.stack([start, link_free], axis=1)
-    return Timeline(compute, cast, reduce)
-
-
-def even_stages(
-    stages: list[StageSlices],
-    traffic: np.ndarray,
-    local_len: int,
-    ranks_per_node: int,
-    model: CostModel,
-    most: int = 4,
-) -> list[StageWork]:
-    """The work of a plan when its one remote stage is cut into 1, 2, ... ``most`` equal ones.
-
-    Rows and area of a rank are spread evenly over its stages. Other arguments as in `stage_work`.
-    """
-    whole = stage_work(stages, traffic, local_len, ranks_per_node, model)
-    return [
-        _split(whole, _kernel_us(stages[1:], traffic.shape[-1], model, parts), parts, model)
-        for parts in range(1, most + 1)
-    ]
-
-
-def splitting_is_vain(
-    traffic: np.ndarray, local_len: int, ranks_per_node: int, model: CostModel
-) -> bool:
-    """Whether one remote stage is best whatever the kernels take: all that a second could hide is less
-    than what merging it costs. Arguments as in `stage_work`.
-    """
-    cast_us, reduce_us = move_times(traffic, ranks_per_node, model)
-    hidden_us = 2 * cast_us.max(initial=0.0) + reduce_us.max(initial=0.0)
-    return bool(hidden_us <= 2 * model.merge_us(local_len))
-
-
-def _split(whole: StageWork, far_us: list[np.ndarray], parts: int, model: CostModel) -> StageWork:
-    """``whole`` in ``parts`` remote stages whose kernels take ``far_us`` (forward, backward) together."""
-    share = np.ones((parts, 1)) / parts
-
-    def moves(total_us):
-        return share * np.maximum(total_us - model.latency_us, 0.0) + model.latency_us * (
-            total_us > 0
-        )
-
-    return whole._replace(
-        forward_us=np.concatenate([whole.forward_us[:1], share * far_us[0]]),
-        backward_us=np.concatenate([whole.backward_us[:1], share * far_us[1]]),
-        cast_us=moves(whole.cast_us),
-        reduce_us=moves(whole.reduce_us),
+def travel_work(
+    away: StageSlices, traffic: np.ndarray, ranks_per_node: int, model: CostModel, backward: bool
+) -> TravelWork:
+    """Times of travelling queries: slices at the owners of keys, rows ``[cp, cp]`` that go there."""
+    rows = link_rows(traffic, ranks_per_node)
+    out_bytes, back_bytes = model.travel_bytes(backward)
+    return TravelWork(
+        model.move_us(*rows, out_bytes),
+        kernel_times([away], traffic.shape[-1], model, backward)[0],
+        model.move_us(*rows, back_bytes),
     )
 
 
-def fastest(works: list[StageWork]) -> int:
-    """Index of the work with the least time of forward and backward together."""
-    times_us = [
-        sum(simulate(work, backward).predicted_us for backward in (False, True)) for work in works
-    ]
-    return int(np.argmin(times_us))
+def kernel_times(
+    stages: Sequence[StageSlices], cp_size: int, model: CostModel, backward: bool
+) -> np.ndarray:
+    """Kernel time of each rank in each stage, ``[len(stages), cp]``."""
+    group = np.concatenate([i * cp_size + stage.rank for i, stage in enumerate(stages)])
+    times_us = model.kernel_us(np.concatenate([stage.slices for stage in stages]), backward)
+    return np.bincount(group, times_us, len(stages) * cp_size).reshape(len(stages), cp_size)
+
+
+def simulate(work: DirectionWork) -> Timeline:
+    """Lays the stages of one direction out in time."""
+    num_stages, cp_size = work.cast_us.shape
+    compute = np.zeros((num_stages + 1, cp_size, 2))
+    cast, reduce = np.zeros((2, num_stages, cp_size, 2))
+    travel = np.zeros((3, cp_size, 2))
+    link_free, arrived, kernel_free = np.zeros((3, cp_size))
+
+    def move(start, length_us):
+        nonlocal link_free
+        start = np.maximum(link_free, start)
+        link_free = start + length_us
+        return np.stack([start, link_free], axis=1)
+
+    if work.travel is not None:
+        travel[0] = move(0.0, work.travel.out_us)
+    for stage in range(num_stages + 1):
+        begin = np.maximum(kernel_free, arrived)
+        kernel_free = begin + work.kernel_us[stage] + work.merge_us * (stage > 0)
+        compute[stage] = np.stack([begin, kernel_free], axis=1)
+        if stage < num_stages:  # issued first, so that it is ahead of this stage's reduce
+            cast[stage] = move(begin, work.cast_us[stage])
+            arrived = link_free
+        if stage == 0 and work.travel is not None:
+            begin = np.maximum(kernel_free, travel[0, :, 1])
+            kernel_free = begin + work.travel.kernel_us
+            travel[1] = np.stack([begin, kernel_free], axis=1)
+            travel[2] = move(kernel_free, work.travel.return_us)
+        if stage > 0:
+            reduce[stage - 1] = move(kernel_free, work.reduce_us[stage - 1])
+    if work.travel is not None:
+        # Merged when all partial results are there, and all stages are done.
+        last = np.maximum(kernel_free, travel[2, :, 1])
+        compute[num_stages, :, 1] = last + work.merge_us
+    return Timeline(compute, cast, reduce, travel)

@@ -6,8 +6,8 @@ import numpy as np
 
 from magi_jax.solver import intervals
 from magi_jax.solver.dispatch import Layout
+from magi_jax.solver.engine import compiled
 from magi_jax.solver.remote import Remote
-from magi_jax.solver.slice_table import split_by_part
 
 
 class Pieces(NamedTuple):
@@ -21,19 +21,23 @@ class Pieces(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Tables of a transfer; see docs/architecture.md, ``CommMeta``.
+    """Tables of a transfer without padding; see docs/architecture.md, ``CommMeta``.
 
     Attributes:
-        send: ``[cp, L, 5]`` int32 ``(peer, src_row, dst_row, n_rows, slot)``, sorted by (peer,
+        send: ``[E, 5]`` int64 ``(peer, src_row, dst_row, n_rows, slot)``, sorted by (rank, peer,
             slot).
-        recv: ``[cp, L, 5]`` the same pieces at the receiver, sorted by ``dst_row``.
+        send_rank: ``[E]`` rank that sends, rising.
+        recv: ``[E, 5]`` the same pieces at the receiver, sorted by (rank, ``dst_row``).
+        recv_rank: ``[E]`` rank that receives, rising.
         pair_rows: most rows between two different ranks.
         self_rows: most rows that a rank keeps.
         dst_rows: most rows that a rank receives into its buffer.
     """
 
     send: np.ndarray
+    send_rank: np.ndarray
     recv: np.ndarray
+    recv_rank: np.ndarray
     pair_rows: int
     self_rows: int
     dst_rows: int
@@ -83,8 +87,16 @@ def roll_pieces(layout: Layout, shift: int) -> Pieces:
     )
 
 
-def transfer_tables(pieces: Pieces, cp_size: int) -> Transfer:
-    """Sorts pieces for senders and receivers and gives each a slot in the block of its pair."""
+def transfer_tables(pieces: Pieces, cp_size: int, engine: str = "numpy") -> Transfer:
+    """Sorts pieces for senders and receivers and gives each a slot in the block of its pair.
+
+    Args:
+        pieces: what moves.
+        cp_size: number of ranks.
+        engine: "numpy" or "compiled"; both find the same.
+    """
+    if engine == "compiled":
+        return Transfer(*compiled().sort_pieces(*pieces, cp_size))
     pair = pieces.src * cp_size + pieces.dst
     order = np.lexsort((pieces.dst_row, pair))
     src, dst, src_row, dst_row, n_rows = (column[order] for column in pieces)
@@ -96,8 +108,10 @@ def transfer_tables(pieces: Pieces, cp_size: int) -> Transfer:
     rows = rows.reshape(cp_size, cp_size).astype(np.int64)
     kept = rows.diagonal()
     return Transfer(
-        send=split_by_part(send, src, cp_size),
-        recv=split_by_part(recv[by_receiver], dst[by_receiver], cp_size),
+        send=send,
+        send_rank=src,
+        recv=recv[by_receiver],
+        recv_rank=dst[by_receiver],
         pair_rows=int((rows - np.diag(kept)).max()),
         self_rows=int(kept.max()),
         dst_rows=int((dst_row + n_rows).max(initial=0)),

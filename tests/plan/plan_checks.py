@@ -17,10 +17,17 @@ def check_plan(plan: AttentionPlan, mask: AttnMask, walk: bool = True) -> None:
     expected = np.zeros((seq_len, seq_len), np.int64)
     expected[: mask.q_len, : mask.k_len] = mask.dense()
     np.testing.assert_array_equal(simulate.computed_cells(plan, walk), expected)
+    if plan.backward is not None:
+        cells = simulate.computed_cells(plan, walk, backward=True)
+        np.testing.assert_array_equal(cells, expected)
     check_dispatch(plan)
     check_moves(plan)
-    check_no_redundancy(plan, expected)
-    check_report(plan, expected)
+    moved = check_travel(plan, expected)
+    home = expected.copy()
+    home[moved] = 0
+    for stages in (plan.forward_stages, plan.backward_stages):
+        check_no_redundancy(plan, stages.comm, home)
+    check_report(plan, expected, home)
 
 
 def check_dispatch(plan: AttentionPlan) -> None:
@@ -55,11 +62,33 @@ def check_moves(plan: AttentionPlan) -> None:
         np.testing.assert_array_equal(simulate.cast(meta, positions), wanted)
 
 
-def check_no_redundancy(plan: AttentionPlan, expected: np.ndarray) -> None:
-    """Each rank receives exactly the distinct keys that its queries see and it does not own."""
+def check_travel(plan: AttentionPlan, expected: np.ndarray) -> np.ndarray:
+    """Each rank receives exactly the travelling queries of others that see its keys; returns which
+    travel, sorted.
+    """
+    if plan.travel is None:
+        return np.zeros(0, np.int64)
     positions = np.asarray(plan.positions)
-    received = [simulate.cast(meta, positions) for meta in plan.comm]
-    for meta in plan.comm:
+    received = simulate.cast(plan.travel.comm, positions)
+    assert plan.travel.comm.self_rows == 0
+    moved = np.unique(received[received >= 0])
+    for rank in range(plan.cp_size):
+        own = positions[rank][positions[rank] >= 0]
+        seen = expected[:, own].any(axis=1)
+        seen[own] = False
+        size = int((received[rank] >= 0).sum())
+        needed = np.intersect1d(np.flatnonzero(seen), moved)
+        np.testing.assert_array_equal(received[rank, :size], needed)
+    return moved
+
+
+def check_no_redundancy(plan: AttentionPlan, comm, expected: np.ndarray) -> None:
+    """Each rank receives exactly the distinct keys that its queries see and it does not own; stages are
+    even, or empty at the end.
+    """
+    positions = np.asarray(plan.positions)
+    received = [simulate.cast(meta, positions) for meta in comm]
+    for meta in comm:
         assert meta.self_rows == 0
     for rank in range(plan.cp_size):
         own = positions[rank][positions[rank] >= 0]
@@ -68,22 +97,27 @@ def check_no_redundancy(plan: AttentionPlan, expected: np.ndarray) -> None:
         # In global order over all stages, and packed at the front of each buffer.
         np.testing.assert_array_equal(got[got >= 0], needed)
         sizes = [int((rows[rank] >= 0).sum()) for rows in received]
-        assert not sizes or max(sizes) - min(sizes) <= 1
+        used = [size for rows, size in zip(received, sizes, strict=True) if (rows >= 0).any()]
+        assert not used or max(used) - min(used) <= 1
         for rows, size in zip(received, sizes, strict=True):
             assert (rows[rank, :size] >= 0).all()
 
 
-def check_report(plan: AttentionPlan, expected: np.ndarray) -> None:
-    """The report's counts are those of the dense mask."""
+def check_report(plan: AttentionPlan, expected: np.ndarray, home: np.ndarray) -> None:
+    """The report's counts are those of the dense mask; ``home`` has only queries that stay."""
     report = plan.report()
     positions = np.asarray(plan.positions)
     for rank in range(plan.cp_size):
         own = positions[rank][positions[rank] >= 0]
+        away = np.setdiff1d(np.arange(len(expected)), own)
+        travelled = (expected - home)[np.ix_(away, own)].sum()
+        local = home[own].sum() + (expected - home)[np.ix_(own, own)].sum()
         assert report.tokens[rank] == len(own)
-        assert report.area[:, rank].sum() == expected[own].sum()
-        assert (
-            report.recv_rows[rank] == np.setdiff1d(np.flatnonzero(expected[own].any(0)), own).size
-        )
+        assert report.area[:, rank].sum() == local
+        assert report.travel_area[rank] == travelled
+        assert report.recv_rows[rank] == np.setdiff1d(np.flatnonzero(home[own].any(0)), own).size
+    assert report.rank_area.sum() == expected.sum()
     assert report.send_rows.sum() == report.recv_rows.sum()
     assert report.redundancy == 1.0
     assert "imbalance" in str(report)
+    assert ("travelling" in str(report)) == bool(report.travel_area.any())

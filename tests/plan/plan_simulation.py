@@ -86,26 +86,37 @@ def walked_cells(
     return cells
 
 
-def computed_cells(plan: AttentionPlan, walk: bool = True) -> np.ndarray:
+def computed_cells(plan: AttentionPlan, walk: bool = True, backward: bool = False) -> np.ndarray:
     """How often each global (query, key) cell is computed, int64 ``[seq_len, seq_len]``.
 
-    Fails when a key is neither local nor received, or when a padding row is used.
+    Fails when a key is neither local nor received, a query neither local nor travelling, or when a
+    padding row is used.
     """
-    seq_len, cp_size = plan.spec.seq_len, plan.cp_size
     positions = np.asarray(plan.positions, np.int64)
-    buffers = [positions, *(cast(meta, positions) for meta in plan.comm)]
-    cells = np.zeros((seq_len, seq_len), np.int64)
-    for table, buffer in zip(plan.calc, buffers, strict=True):
-        assert table.k_len == buffer.shape[1]
-        for rank in range(cp_size):
-            local = slice_cells(table, rank)
-            if walk:
-                check_walk(table, rank, local)
-            q, k = np.nonzero(local)
-            assert (positions[rank, q] >= 0).all(), "a padding row is a query"
-            assert (buffer[rank, k] >= 0).all(), "a key is neither local nor received"
-            np.add.at(cells, (positions[rank, q], buffer[rank, k]), local[q, k])
+    cells = np.zeros((plan.spec.seq_len, plan.spec.seq_len), np.int64)
+    stages = plan.backward_stages if backward else plan.forward_stages
+    buffers = [positions, *(cast(meta, positions) for meta in stages.comm)]
+    for table, buffer in zip(stages.calc, buffers, strict=True):
+        add_cells(cells, table, positions, buffer, walk)
+    if plan.travel is not None:
+        moved = cast(plan.travel.comm, positions)
+        add_cells(cells, plan.travel.calc, moved, positions, walk)
     return cells
+
+
+def add_cells(
+    cells: np.ndarray, table: SliceTable, queries: np.ndarray, keys: np.ndarray, walk: bool
+) -> None:
+    """Adds the cells of one table, whose buffers hold the given positions ``[cp, rows]``."""
+    assert (table.q_len, table.k_len) == (queries.shape[1], keys.shape[1])
+    for rank in range(len(queries)):
+        local = slice_cells(table, rank)
+        if walk:
+            check_walk(table, rank, local)
+        q, k = np.nonzero(local)
+        assert (queries[rank, q] >= 0).all(), "a padding row is a query"
+        assert (keys[rank, k] >= 0).all(), "a key is neither local nor received"
+        np.add.at(cells, (queries[rank, q], keys[rank, k]), local[q, k])
 
 
 def check_walk(table: SliceTable, rank: int, local: np.ndarray) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import check_plan
 
+from magi_jax import masks
 from magi_jax.masks import AttnMask
 from magi_jax.plan import PlanConfig, make_plan
 from magi_jax.solver.cost_model import CostModel
@@ -47,12 +48,14 @@ def square_masks(draw, max_len: int = 90):
     cp_size=st.sampled_from([1, 2, 3, 4, 8]),
     chunk_size=st.integers(1, 40),
     dispatch=st.sampled_from(DISPATCHERS),
-    overlap=st.sampled_from(["auto", 1, 2, 3]),
+    overlap=st.sampled_from(["auto", 1, 2, 3, (1, 3), (2, 1)]),
+    travelling=st.lists(st.integers(0, 89), max_size=4, unique=True).map(sorted),
     tile_size=st.sampled_from([4, 16, 128]),
     shifts=st.lists(st.integers(-100, 100), max_size=2, unique=True),
 )
-def test_random_masks(mask, cp_size, chunk_size, dispatch, overlap, tile_size, shifts):
+def test_random_masks(mask, cp_size, chunk_size, dispatch, overlap, travelling, tile_size, shifts):
     config = PlanConfig(
+        travelling=tuple(zip(travelling[::2], travelling[1::2], strict=False)),
         chunk_size=chunk_size,
         dispatch=dispatch,
         overlap=overlap,
@@ -96,7 +99,41 @@ def test_more_ranks_than_chunks(dispatch):
     mask = varlen_causal([37])
     plan = make_plan(mask, 8, PlanConfig(chunk_size=16, dispatch=dispatch, tile_size=16))
     check_plan(plan, mask)
-    assert np.count_nonzero(plan.report().tokens) == 3
+    assert plan.spec.chunk_size == 5
+    assert plan.report().tokens.tolist().count(5) == 7
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHERS)
+@pytest.mark.parametrize("cp_size", [1, 2, 5, 8])
+def test_travelling_queries(cp_size, dispatch):
+    length = 131
+    mask = masks.causal(length) | masks.global_rows(length, rows=(40, 44))
+    config = PlanConfig(
+        chunk_size=8, dispatch=dispatch, overlap=2, tile_size=16, travelling=((40, 44), (99, 101))
+    )
+    plan = make_plan(mask, cp_size, config)
+    check_plan(plan, mask)
+    if cp_size > 1:
+        assert plan.report().travel_area.any()
+        assert plan.report(mask=mask).gap >= 0
+    twin = make_plan(mask, cp_size, dataclasses.replace(config, engine="numpy"))
+    assert twin.fingerprint() == plan.fingerprint()
+
+
+def test_a_global_block_travels_by_itself_and_balances():
+    length = 524_288
+    documents = masks.uniform_block_causal([length // 16] * 16, 2048)
+    mask = documents | masks.global_rows(length, rows=(length - 2048, length))
+    plans = [
+        make_plan(mask, 64, PlanConfig(ranks_per_node=8, travelling=option))
+        for option in ("auto", "never")
+    ]
+    travels, stays = (plan.report(ranks_per_node=8) for plan in plans)
+    assert plans[1].travel is None
+    assert travels.travel_traffic.sum(axis=0).max() <= 2048
+    assert travels.imbalance <= 1.05
+    assert travels.predicted_us < 0.6 * stays.predicted_us
+    assert travels.recv_rows.max() < 0.3 * stays.recv_rows.max()
 
 
 def test_one_token():
@@ -168,9 +205,10 @@ def test_auto_takes_the_number_of_stages_that_is_predicted_fastest():
             make_plan(mask, 4, dataclasses.replace(config, overlap=n)).report(model)
             for n in range(1, 5)
         ]
-        least_us = min(report.predicted_us for report in fixed)
-        # The choice spreads the area of a rank evenly over its remote rows; the report counts it.
-        assert auto.report(model).predicted_us <= 1.05 * least_us
+        found = auto.report(model)
+        for direction in ("forward", "backward"):
+            least_us = min(getattr(report, direction).predicted_us for report in fixed)
+            assert getattr(found, direction).predicted_us == pytest.approx(least_us)
         assert 0 < auto.report(model).efficiency <= 1
     assert len(chosen) > 1
     assert [
@@ -191,7 +229,10 @@ def test_refusals():
         make_plan(empty_mask(0), 2)
     with pytest.raises(ValueError, match="got 'fair'"):
         PlanConfig(dispatch="fair")
-    for overlap in (0, -1, "two", 1.5):
+    for travelling in ("always", ((3, 3),), ((4, 8), (6, 9)), ((5, 2),)):
+        with pytest.raises(ValueError, match="travelling must"):
+            PlanConfig(travelling=travelling)
+    for overlap in (0, -1, "two", 1.5, (1,), (1, 0)):
         with pytest.raises(ValueError, match="overlap must be"):
             PlanConfig(overlap=overlap)
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):

@@ -14,7 +14,7 @@ from magi_jax import masks
 from magi_jax.plan import PlanConfig, make_plan, slice_table, stack_plans
 from magi_jax.plan.plot import sampled_owners
 
-CONFIG = PlanConfig(chunk_size=8, tile_size=16, overlap=2)
+CONFIG = PlanConfig(chunk_size=8, tile_size=16, overlap=(2, 1), travelling=((50, 53),))
 MASK = varlen_causal([100, 30, 61])
 
 
@@ -114,6 +114,7 @@ def test_local_refuses_wrong_axes():
 def test_stack_plans():
     plan, other = make_plan(MASK, 4, CONFIG), make_plan(varlen_causal([191]), 4, CONFIG)
     stacked = stack_plans([plan, plan])
+    assert stacked.planning_ms == 2 * plan.planning_ms
     assert stacked.positions.shape == (2, 4, plan.spec.local_len)
     assert stacked.spec == plan.spec
     with pytest.raises(ValueError, match=r"plan 1 and plan 0 have different specs.*spec\."):
@@ -131,7 +132,10 @@ def test_with_mask_keeps_the_dispatch():
     check_plan(other, window)
     assert other.dispatch is plan.dispatch
     assert other.rolls is plan.rolls
-    assert plan.with_mask(MASK, overlap=2).fingerprint() == plan.fingerprint()
+    assert (
+        plan.with_mask(MASK, overlap=(2, 1), travelling=((50, 53),)).fingerprint()
+        == plan.fingerprint()
+    )
     shorter = varlen_causal([50, 20])
     check_plan(plan.with_mask(shorter, overlap=1), shorter)
 
@@ -139,7 +143,7 @@ def test_with_mask_keeps_the_dispatch():
 def test_with_mask_in_a_given_spec():
     plan = make_plan(MASK, 4, CONFIG)
     window = masks.local(191, window=(10, 0))
-    union = plan.with_mask(window, overlap=2).spec.union(plan.spec)
+    union = plan.with_mask(window, overlap=(2, 1), travelling=((50, 53),)).spec.union(plan.spec)
     padded = plan.with_mask(window, spec=union)
     assert padded.spec == union
     check_plan(padded, window)
@@ -183,8 +187,12 @@ def test_picture_shows_the_mask_and_its_owners():
     owners = sampled_owners(plan, pixels=191)
     np.testing.assert_array_equal(owners >= 0, MASK.dense())
     for rank, held in enumerate(plan.positions):
-        rows = owners[held[held >= 0]]
-        assert set(np.unique(rows)) <= {-1, rank}
+        rows = np.setdiff1d(held[held >= 0], np.arange(50, 53))
+        assert set(np.unique(owners[rows])) <= {-1, rank}
+    for row in range(50, 53):  # these travel: the owner of a key computes
+        seen = np.flatnonzero(owners[row] >= 0)
+        owner_of_key = [np.flatnonzero((plan.positions == key).any(axis=1))[0] for key in seen]
+        assert owners[row, seen].tolist() == owner_of_key
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (64, 64), (130, 67), (5, 300)])
@@ -194,7 +202,7 @@ def test_slice_table_of_one_device(q_len, k_len):
     assert (table.q_len, table.k_len, table.tile_size) == (q_len, k_len, 128)
     assert table.slices.shape[1] == 6
     assert {leaf.dtype for leaf in jax.tree.leaves(table)} == {np.dtype(np.int32)}
-    with pytest.raises(ValueError, match=r"q_len is \d+, but must be \d+"):
+    with pytest.raises(ValueError, match=r"q_len is \d+, but \d+ is needed"):
         slice_table(masks.full(q_len + 1, k_len), spec=_spec_of(table))
 
 

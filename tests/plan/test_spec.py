@@ -1,6 +1,7 @@
 """Buckets, and specs that cover, unite and refuse."""
 
 import dataclasses
+import itertools
 
 import jax
 import pytest
@@ -121,5 +122,53 @@ def test_no_union_of_different_kinds():
     spec = make_plan(mask, 4, CONFIG).spec
     with pytest.raises(ValueError, match=r"spec.cp_size is 4 in one and 2 in the other"):
         spec.union(make_plan(mask, 2, CONFIG).spec)
-    with pytest.raises(ValueError, match=r"spec.calc has 3 entries and 4"):
-        spec.union(make_plan(mask, 4, dataclasses.replace(CONFIG, overlap=3)).spec)
+    with pytest.raises(ValueError, match=r"spec.roll_shifts is \(-1,\) in one and \(-1, 1\)"):
+        spec.union(make_plan(mask, 4, dataclasses.replace(CONFIG, roll_shifts=(-1, 1))).spec)
+
+
+KINDS = [
+    {"overlap": 1},
+    {"overlap": 3},
+    {"overlap": (1, 2)},
+    {"overlap": (3, 1), "travelling": ((100, 110), (200, 203))},
+    {"overlap": 2, "travelling": ((0, 5),)},
+]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), itertools.combinations_with_replacement(range(len(KINDS)), 2)
+)
+def test_plans_of_all_kinds_unite_and_are_padded(first, second):
+    mask_of = [varlen_causal([150, 20, 81]), varlen_causal([30, 20, 201])]
+    configs = [dataclasses.replace(CONFIG, **KINDS[i]) for i in (first, second)]
+    plans = [make_plan(m, 4, c) for m, c in zip(mask_of, configs, strict=True)]
+    union = plans[0].spec.union(plans[1].spec)
+    assert union == plans[1].spec.union(plans[0].spec)
+    for mask, plan, config in zip(mask_of, plans, configs, strict=True):
+        assert union.covers(plan.spec)
+        padded = plan.pad_to(union)
+        assert padded.spec == union
+        assert padded.planning_ms == plan.planning_ms
+        check_plan(padded, mask)
+        solved = make_plan(mask, 4, dataclasses.replace(config, overlap="auto"), spec=union)
+        assert solved.spec == union
+        check_plan(solved, mask, walk=False)
+        check_plan(plan.pad_to(union.scaled(1.5)), mask, walk=False)
+
+
+@settings(max_examples=25, deadline=None)
+@given(square_masks(max_len=60), st.sampled_from([4, 16, 128]), st.floats(1.0, 3.0))
+def test_padding_keeps_the_meaning(mask, tile_size, factor):
+    config = dataclasses.replace(CONFIG, tile_size=tile_size, overlap=(2, 1))
+    plan = make_plan(mask, 4, config)
+    check_plan(plan.pad_to(plan.spec.scaled(factor)), mask)
+
+
+def test_padding_refuses_what_is_too_small():
+    mask = varlen_causal([300, 20, 200])
+    plan = make_plan(mask, 4, dataclasses.replace(CONFIG, travelling=((0, 5),)))
+    with pytest.raises(ValueError, match=r"spec\.travel is None, but one is needed"):
+        plan.pad_to(dataclasses.replace(plan.spec, travel=None))
+    fewer = dataclasses.replace(plan.spec, comm=plan.spec.comm[:1], calc=plan.spec.calc[:2])
+    with pytest.raises(ValueError, match=r"spec\.calc has 2 entries, but 3 are needed"):
+        plan.pad_to(fewer)

@@ -103,7 +103,10 @@ def test_engines_take_the_same_steps(name):
     start, twin_start = (engine.greedy(order, capacity, weights) for engine in engines)
     assert start.tolist() == twin_start.tolist()
     found, twin = (engine.refine(start, limit, 800, 7, 0.5, 0.5) for engine in engines)
-    assert found.tolist() == twin.tolist()
+    for of_compiled, of_numpy in zip(found, twin, strict=True):
+        assert of_compiled.tolist() == of_numpy.tolist()
+    for loads, measured in zip(found[1:], engines[1].measure(found[0]), strict=True):
+        assert loads.tolist() == measured.tolist()
 
 
 @pytest.mark.parametrize("name", TRAINING)

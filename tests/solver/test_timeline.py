@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from magi_jax import masks
-from magi_jax.solver import timeline
+from magi_jax.masks import bands
+from magi_jax.solver import dispatch, timeline
 from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver.overlap import Machine, choose_stages
 from magi_jax.solver.stages import StageSlices
+from magi_jax.solver.work import Keys, find_work, traffic
 
 PLAIN = CostModel(
     num_heads=10,
@@ -22,11 +25,13 @@ PLAIN = CostModel(
 )
 
 
-def work_of(forward, cast, reduce, merge_us=0.0):
-    forward, cast, reduce = (
-        np.array(part, float).reshape(len(part), -1) for part in (forward, cast, reduce)
+def work_of(kernel, cast, reduce, merge_us=0.0, travel=None):
+    kernel, cast, reduce = (
+        np.array(part, float).reshape(len(part), -1) for part in (kernel, cast, reduce)
     )
-    return timeline.StageWork(forward, 2 * forward, cast, reduce, merge_us)
+    if travel is not None:
+        travel = timeline.TravelWork(*(np.array([part], float) for part in travel))
+    return timeline.DirectionWork(kernel, cast, reduce, merge_us, travel)
 
 
 def test_kernel_time_is_flops_over_rate():
@@ -53,10 +58,10 @@ def test_transfer_time_is_that_of_the_busier_link():
     assert PLAIN.reduce_us(np.array([100]), np.array([0])).tolist() == [82.0]
 
 
-def test_move_times_take_the_worse_of_both_directions():
+def test_a_rank_is_held_up_by_the_worse_of_both_directions():
     traffic = np.zeros((1, 4, 4))
     traffic[0, 0, 1:] = 10  # rank 0 sends ten rows to each: one in its node, two across
-    cast_us, _ = timeline.move_times(traffic, 2, PLAIN)
+    cast_us = PLAIN.cast_us(*timeline.link_rows(traffic, 2))
     assert cast_us[0].tolist() == pytest.approx([2 + 80, 2 + 4, 2 + 40, 2 + 40])
 
 
@@ -64,14 +69,15 @@ def test_forward_hides_casts_behind_kernels():
     hidden = timeline.simulate(work_of([10, 10, 10], [8, 9], [0, 0]))
     assert hidden.predicted_us == 30
     assert hidden.cast[:, 0].tolist() == [[0, 8], [10, 19]]
-    waiting = timeline.simulate(work_of([10, 10, 10], [25, 9], [0, 0]))
+    work = work_of([10, 10, 10], [25, 9], [0, 0])
+    waiting = timeline.simulate(work)
     assert waiting.compute[:, 0].tolist() == [[0, 10], [25, 35], [35, 45]]
-    assert waiting.efficiency(np.full((3, 1), 10.0)) == pytest.approx(30 / 45)
+    assert waiting.efficiency(work.busy_us) == pytest.approx(30 / 45)
 
 
 def test_backward_ends_with_the_last_reduce():
-    # Kernels take twice as long; the second reduce waits for its kernel.
-    backward = timeline.simulate(work_of([10, 10, 10], [5, 5], [7, 7]), backward=True)
+    # The second reduce waits for its kernel.
+    backward = timeline.simulate(work_of([20, 20, 20], [5, 5], [7, 7]))
     assert backward.compute[-1, 0].tolist() == [40, 60]
     assert backward.reduce[:, 0].tolist() == [[40, 47], [60, 67]]
     assert backward.predicted_us == 67
@@ -81,46 +87,80 @@ def test_merging_costs_once_for_each_remote_stage():
     assert timeline.simulate(work_of([10, 10, 10], [1, 1], [0, 0], merge_us=3)).predicted_us == 36
 
 
-def test_the_fastest_of_one_to_four_stages_is_chosen():
+def test_travelling_queries_leave_first_and_return_behind_the_next_cast():
+    work = work_of([10, 10], [8], [0], merge_us=1, travel=(4, 6, 5))
+    found = timeline.simulate(work)
+    assert found.travel[:, 0].tolist() == [[0, 4], [10, 16], [16, 21]]
+    assert found.cast[0, 0].tolist() == [4, 12]
+    assert found.compute[:, 0].tolist() == [[0, 10], [16, 28]]
+    assert work.busy_us == 26
+    late = timeline.simulate(work_of([10, 10], [8], [0], merge_us=1, travel=(4, 6, 50)))
+    assert late.predicted_us == 16 + 50 + 1
+
+
+def test_the_fastest_of_one_to_four_stages_is_chosen_for_each_direction():
     rng = np.random.default_rng(3)
     chosen = set()
+    mask = masks.causal(4096)
+    problem = dispatch.DispatchProblem(mask.slices, dispatch.chunk_edges(4096, 512), 2)
+    layout = dispatch.make_layout(dispatch.contiguous(problem), 2)
+    work = find_work(mask.slices, mask.slices[:0], layout, Keys(layout, 2048))
     for _ in range(60):
-        model = CostModel(link_gbps=10 ** rng.uniform(0, 4), latency_us=10 ** rng.uniform(-1, 3))
-        local = StageSlices(masks.causal(4096).slices, np.array([0]))
-        far = StageSlices(np.concatenate([masks.full(2048).slices] * 2), np.array([0, 1]))
-        traffic = rng.integers(0, 20000, (1, 2, 2)) * (1 - np.eye(2, dtype=int))
-        works = timeline.even_stages([local, far], traffic, 4096, 2, model)
-        assert [len(work.cast_us) for work in works] == [1, 2, 3, 4]
-        times = [
-            timeline.simulate(work).predicted_us + timeline.simulate(work, True).predicted_us
-            for work in works
-        ]
-        best = timeline.fastest(works)
-        if timeline.splitting_is_vain(traffic, 4096, 2, model):
-            assert best == 0
-        chosen.add(best)
-        assert times[best] == min(times)
-    assert len(chosen) > 1
+        model = CostModel(
+            link_gbps=10 ** rng.uniform(0, 3), latency_us=10 ** rng.uniform(-1, 2), memory_gbps=1e5
+        )
+        choice = choose_stages(work, 2048, Machine(None, model))
+        least_us = 0.0
+        for backward, staged in enumerate((choice.forward, choice.backward)):
+            times_us = [predict(work, count, model, bool(backward)) for count in range(1, 5)]
+            count = staged.num_remote_stages
+            assert times_us[count - 1] == min(times_us)
+            least_us += min(times_us)
+            chosen.add((bool(backward), count))
+        assert choice.predicted_us == pytest.approx(least_us)
+        assert (choice.forward is choice.backward) == (
+            choice.forward.num_remote_stages == choice.backward.num_remote_stages
+        )
+    assert len({count for backward, count in chosen if backward}) > 1
+    assert len({count for backward, count in chosen if not backward}) > 1
+
+
+def predict(work, count, model, backward):
+    """Predicted time of one direction in ``count`` equal stages on two ranks."""
+    staged = work.staged(count)
+    rows = traffic(staged.remote, count, 2)
+    direction = timeline.direction_work(staged.slices, rows, 2048, 2, model, backward)
+    return timeline.simulate(direction).predicted_us
 
 
 def test_cutting_a_stage_keeps_its_rows_and_lowers_its_rate():
     far = StageSlices(masks.full(500).slices, np.array([0]))
-    traffic = np.array([[[0, 0], [1200, 0]]])
-    model = CostModel(latency_us=0.0)
-    works = timeline.even_stages([far, far], traffic, 500, 2, model)
-    for work in works[1:]:
-        assert work.cast_us.sum() == pytest.approx(works[0].cast_us.sum())
-        assert work.forward_us[0].tolist() == works[0].forward_us[0].tolist()
-        assert work.forward_us[1:].sum() > works[0].forward_us[1:].sum()
+    half = StageSlices(bands.clip(far.slices, k_end=250), np.array([0]))
+    model = CostModel()
+    whole_us, half_us = (timeline.kernel_times([s], 2, model, False) for s in (far, half))
+    assert whole_us[0, 0] < 2 * half_us[0, 0]
 
 
-def test_stage_work_adds_the_slices_of_a_rank():
+def test_direction_work_adds_the_slices_of_a_rank():
     local = StageSlices(np.concatenate([masks.full(500).slices] * 2), np.array([0, 1]))
     far = StageSlices(masks.full(500).slices, np.array([1]))
-    traffic = np.array([[[0, 100], [0, 0]]])
-    work = timeline.stage_work([local, far], traffic, 10, 2, PLAIN)
-    assert work.forward_us.tolist() == [pytest.approx([1000, 1000]), pytest.approx([0, 1000])]
+    rows = np.array([[[0, 100], [0, 0]]])
+    work = timeline.direction_work([local, far], rows, 10, 2, PLAIN, backward=False)
+    assert work.kernel_us.tolist() == [pytest.approx([1000, 1000]), pytest.approx([0, 1000])]
     assert work.cast_us.tolist() == [[42.0, 42.0]]
+    assert work.reduce_us.tolist() == [[0.0, 0.0]]
+    back = timeline.direction_work([local, far], rows, 10, 2, PLAIN, backward=True)
+    assert back.reduce_us.tolist() == [[82.0, 82.0]]
+
+
+def test_travelling_rows_weigh_queries_and_outputs():
+    away = StageSlices(masks.full(500).slices, np.array([1]))
+    rows = np.array([[0, 100], [0, 0]])
+    work = timeline.travel_work(away, rows, 2, PLAIN, backward=False)
+    # 10 heads of 100 dims: 2,000 bytes out, 4,040 back at 1 GB/s, and 2 us of latency.
+    assert work.out_us.tolist() == [202.0, 202.0]
+    assert work.return_us.tolist() == [406.0, 406.0]
+    assert work.kernel_us.tolist() == pytest.approx([0, 1000])
 
 
 def test_measured_tables_are_loaded_and_checked(tmp_path):

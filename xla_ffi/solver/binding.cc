@@ -9,8 +9,8 @@
 #include <tuple>
 #include <utility>
 
+#include "xla_ffi/solver/bind_tables.h"
 #include "xla_ffi/solver/problem.h"
-#include "xla_ffi/solver/tile_runs.h"
 
 namespace magi_jax::solver {
 namespace {
@@ -64,13 +64,16 @@ class PlacementProblem {
     return owner;
   }
 
-  Array<int32_t> RunRefine(const Array<int32_t>& owner, int64_t area_limit, int64_t moves,
-                           uint64_t seed, double node_weight, double temperature) const {
+  // (owner, rows, area) as RunMeasure gives them.
+  py::tuple RunRefine(const Array<int32_t>& owner, int64_t area_limit, int64_t moves, uint64_t seed,
+                      double node_weight, double temperature) const {
     CheckOwner(owner);
     Array<int32_t> out(problem_.num_units);
     std::copy(owner.data(), owner.data() + owner.size(), out.mutable_data());
-    Refine(problem_, {area_limit, moves, seed, node_weight, temperature}, out.mutable_data());
-    return out;
+    const Loads loads =
+        Refine(problem_, {area_limit, moves, seed, node_weight, temperature}, out.mutable_data());
+    return py::make_tuple(out, Array<int64_t>(loads.rows.size(), loads.rows.data()),
+                          Array<int64_t>(loads.area.size(), loads.area.data()));
   }
 
   py::tuple RunMeasure(const Array<int32_t>& owner) const {
@@ -101,55 +104,11 @@ class PlacementProblem {
   Problem problem_;
 };
 
-// Rows of each part, padded with zeros to the longest: [P, L, width].
-Array<int32_t> Pad(const int32_t* rows, const std::vector<int64_t>& before, int64_t width) {
-  const int64_t num_parts = static_cast<int64_t>(before.size()) - 1;
-  int64_t most = 0;
-  for (int64_t p = 0; p < num_parts; ++p) most = std::max(most, before[p + 1] - before[p]);
-  Array<int32_t> out({num_parts, most, width});
-  std::fill(out.mutable_data(), out.mutable_data() + out.size(), 0);
-  for (int64_t p = 0; p < num_parts; ++p)
-    std::copy(rows + before[p] * width, rows + before[p + 1] * width,
-              out.mutable_data() + p * most * width);
-  return out;
-}
-
-// (ptr [P, M + 1], runs [P, R, 6], ids [P, I, 1], order [P, M]) of slices [A, 6] of rising parts
-// [A].
-py::tuple RunWalkTiles(const Array<int64_t>& slices, const Array<int64_t>& part, int64_t num_parts,
-                       int64_t length, int64_t tile_size) {
-  static_assert(sizeof(BandSlice) == 6 * sizeof(int64_t) && sizeof(TileRun) == 6 * sizeof(int32_t));
-  if (slices.size() != 6 * part.size() || num_parts < 0 || tile_size < 1)
-    throw std::invalid_argument("slices [A, 6] and part [A] do not fit together");
-  const auto* rows = reinterpret_cast<const BandSlice*>(slices.data());
-  std::vector<int64_t> begin(num_parts + 1, 0);
-  int64_t last = 0;
-  for (py::ssize_t i = 0; i < part.size(); ++i) {
-    const int64_t p = part.data()[i];
-    if (p < last || p >= num_parts) throw std::invalid_argument("part must rise within range");
-    if (rows[i].q_start < 0 || rows[i].q_start >= rows[i].q_end || rows[i].q_end > length)
-      throw std::invalid_argument("a slice is empty or out of range");
-    last = p;
-    ++begin[p + 1];
-  }
-  for (int64_t p = 0; p < num_parts; ++p) begin[p + 1] += begin[p];
-  const TileWalks walks = WalkTiles(rows, begin, length, tile_size);
-  const auto matrix = [&](const std::vector<int32_t>& values, int64_t width) {
-    Array<int32_t> out({num_parts, width});
-    std::copy(values.begin(), values.end(), out.mutable_data());
-    return out;
-  };
-  return py::make_tuple(
-      matrix(walks.ptr, walks.num_tiles + 1),
-      Pad(reinterpret_cast<const int32_t*>(walks.runs.data()), walks.runs_before, 6),
-      Pad(walks.ids.data(), walks.ids_before, 1), matrix(walks.order, walks.num_tiles));
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_planner, m) {
-  m.doc() = "Compiled search of magi_jax.solver: placing units of a sequence on ranks.";
-  m.def("walk_tiles", &RunWalkTiles);
+  m.doc() = "Compiled parts of magi_jax.solver: placing units on ranks, and the tables of a plan.";
+  BindTables(m);
   py::class_<PlacementProblem>(m, "PlacementProblem")
       .def(py::init<Array<int64_t>, Array<int32_t>, Array<int32_t>, Array<int32_t>, Array<int32_t>,
                     Array<int32_t>, Array<int32_t>, int32_t, int32_t>())

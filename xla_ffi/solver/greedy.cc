@@ -79,14 +79,20 @@ bool Greedy(const Problem& problem, const int32_t* order, const Capacity& capaci
             const GreedyWeights& weights, int32_t* owner) {
   const int32_t num_ranks = problem.num_ranks, per_node = problem.ranks_per_node;
   Holders ranks(problem, num_ranks), nodes(problem, problem.num_nodes());
-  std::vector<int64_t> area(num_ranks, 0), node_area(problem.num_nodes(), 0);
+  std::vector<int32_t> node_of(num_ranks);
+  for (int32_t r = 0; r < num_ranks; ++r) node_of[r] = problem.node(r);
+  const int32_t num_nodes = problem.num_nodes();
+  std::vector<int64_t> area(num_ranks, 0), node_area(num_nodes, 0);
   std::vector<int64_t> room(num_ranks, capacity.tokens), sent(num_ranks, 0);
   std::vector<int32_t> spares(num_ranks, 0);
+  std::vector<double> node_cost(num_nodes);
   int64_t total_area = 0, total_rows = 0;
   for (int32_t u = 0; u < problem.num_units; ++u) total_area += problem.area[u];
   for (int32_t v = 0; v < problem.num_spans; ++v) total_rows += problem.rows[v];
-  const double mean_area = std::max<double>(static_cast<double>(total_area) / num_ranks, 1.0);
+  const double per_area = 1.0 / std::max(static_cast<double>(total_area) / num_ranks, 1.0);
+  const double per_node_area = per_area / per_node;
   const double per_row = weights.volume * num_ranks / std::max<double>(total_rows, 1.0);
+  const double light_per_token = capacity.light_area / capacity.slot * per_area;
   int32_t part_slots = capacity.part_slots;
 
   for (int32_t i = 0; i < problem.num_units; ++i) {
@@ -95,6 +101,11 @@ bool Greedy(const Problem& problem, const int32_t* order, const Capacity& capaci
     ranks.Price(unit);
     nodes.Price(unit);
     const int64_t wanted = ranks.Wanted(unit);
+    for (int32_t n = 0; n < num_nodes; ++n) {
+      const double y = static_cast<double>(node_area[n] + problem.area[unit]) * per_node_area;
+      const double rows = nodes.new_rows[n] + weights.node_held * nodes.held_rows[n];
+      node_cost[n] = per_row * weights.node * rows + kNodeOverload * std::max(y - 1.0, 0.0);
+    }
     int32_t best = -1;
     double best_cost = std::numeric_limits<double>::infinity();
     for (int32_t r = 0; r < num_ranks; ++r) {
@@ -102,17 +113,12 @@ bool Greedy(const Problem& problem, const int32_t* order, const Capacity& capaci
           whole ? room[r] >= size
                 : room[r] % capacity.slot >= size || (part_slots > 0 && room[r] >= capacity.slot);
       if (!fits || (problem.spare[unit] && spares[r])) continue;
-      const int32_t node = r / per_node;
-      const double x = static_cast<double>(area[r] + problem.area[unit]) / mean_area;
-      const double y =
-          static_cast<double>(node_area[node] + problem.area[unit]) / (mean_area * per_node);
-      const double node_rows = nodes.new_rows[node] + weights.node_held * nodes.held_rows[node];
-      const double rows = ranks.new_rows[r] + weights.held * ranks.held_rows[r] +
-                          weights.node * node_rows + weights.sent * (sent[r] + wanted);
-      const double light = capacity.light_area * (room[r] - size) / capacity.slot / mean_area;
-      const double overload = kRankOverload * std::max(x + light - weights.area_limit, 0.0) +
-                              kNodeOverload * std::max(y - 1.0, 0.0);
-      const double cost = per_row * rows + x + overload;
+      const double x = static_cast<double>(area[r] + problem.area[unit]) * per_area;
+      const double rows =
+          ranks.new_rows[r] + weights.held * ranks.held_rows[r] + weights.sent * (sent[r] + wanted);
+      const double light = light_per_token * (room[r] - size);
+      const double overload = kRankOverload * std::max(x + light - weights.area_limit, 0.0);
+      const double cost = per_row * rows + x + overload + node_cost[node_of[r]];
       if (cost < best_cost) best_cost = cost, best = r;
     }
     if (best < 0) return false;
@@ -121,9 +127,9 @@ bool Greedy(const Problem& problem, const int32_t* order, const Capacity& capaci
     spares[best] += problem.spare[unit];
     sent[best] += wanted;
     area[best] += problem.area[unit];
-    node_area[best / per_node] += problem.area[unit];
+    node_area[node_of[best]] += problem.area[unit];
     ranks.Add(unit, best);
-    nodes.Add(unit, best / per_node);
+    nodes.Add(unit, node_of[best]);
     owner[unit] = best;
   }
   return true;

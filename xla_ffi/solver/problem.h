@@ -73,8 +73,8 @@ struct RefineOptions {
 bool Greedy(const Problem& problem, const int32_t* order, const Capacity& capacity,
             const GreedyWeights& weights, int32_t* owner);
 
-// Improves owner [U] by exchanging pairs of units between ranks.
-void Refine(const Problem& problem, const RefineOptions& options, int32_t* owner);
+// Improves owner [U] by exchanging pairs of units between ranks; returns its loads.
+Loads Refine(const Problem& problem, const RefineOptions& options, int32_t* owner);
 
 Loads Measure(const Problem& problem, const int32_t* owner);
 

@@ -66,13 +66,14 @@ class Search {
     for (int32_t i = 0; i < p_.num_units; ++i) area_place_[by_area_[i]] = i;
   }
 
-  void Run(int32_t* owner) {
+  Loads Run(int32_t* owner) {
     for (int64_t k = 0; k < options_.moves; ++k) {
       if (k % kRescalePeriod == 0) Rescale();
       const double cooling = options_.temperature * (1.0 - static_cast<double>(k) / options_.moves);
       Step(static_cast<int64_t>(cooling * kFixedPoint));
     }
     std::copy(placement_.owner().begin(), placement_.owner().end(), owner);
+    return {placement_.loads(), placement_.area()};
   }
 
  private:
@@ -192,9 +193,9 @@ class Search {
 
 }  // namespace
 
-void Refine(const Problem& problem, const RefineOptions& options, int32_t* owner) {
-  if (problem.num_units == 0 || problem.num_ranks < 2) return;
-  Search(problem, options, owner).Run(owner);
+Loads Refine(const Problem& problem, const RefineOptions& options, int32_t* owner) {
+  if (problem.num_units == 0 || problem.num_ranks < 2) return Measure(problem, owner);
+  return Search(problem, options, owner).Run(owner);
 }
 
 }  // namespace magi_jax::solver

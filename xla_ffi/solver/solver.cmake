@@ -2,11 +2,14 @@
 
 # Plans must not depend on whether a compiler fuses multiplications and additions.
 pybind11_add_module(_planner NO_EXTRAS
+  xla_ffi/solver/bind_tables.cc
   xla_ffi/solver/binding.cc
   xla_ffi/solver/greedy.cc
+  xla_ffi/solver/lay_out.cc
   xla_ffi/solver/placement.cc
   xla_ffi/solver/refine.cc
-  xla_ffi/solver/tile_runs.cc)
+  xla_ffi/solver/tile_runs.cc
+  xla_ffi/solver/transfer.cc)
 target_include_directories(_planner PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
 target_compile_options(_planner PRIVATE -O3 -ffp-contract=off -Wall -Wextra)
 

@@ -7,32 +7,27 @@
 #include <cstdint>
 #include <vector>
 
-namespace magi_jax::solver {
+#include "xla_ffi/solver/bands.h"
 
-// Query q sees key k when both are in range and d_min <= k - q <= d_max.
-struct BandSlice {
-  int64_t q_start, q_end, k_start, k_end, d_min, d_max;
-};
+namespace magi_jax::solver {
 
 // The row of docs/architecture.md, "Slice table".
 struct TileRun {
   int32_t begin, end, full_begin, full_end, ids_begin, ids_end;
 };
 
-// Walks of `num_parts` parts of `num_tiles` tiles each, one part after another, without padding.
+// Walks of P parts of M tiles each, one part after another, without padding.
 struct TileWalks {
-  int64_t num_tiles;                 // M
-  std::vector<int32_t> ptr;          // [P, M + 1], from 0 in each part
   std::vector<TileRun> runs;         // of all parts
   std::vector<int64_t> runs_before;  // [P + 1] runs of the parts before
   std::vector<int32_t> ids;          // of all parts, rows of the slices of the part
   std::vector<int64_t> ids_before;   // [P + 1]
-  std::vector<int32_t> order;        // [P, M] tiles by decreasing work
 };
 
-// Tight visible slices, those of part p at slices[begin[p]:begin[p + 1]].
+// Walks for tight visible slices, those of part p at slices[begin[p]:begin[p + 1]]. Writes
+// ptr [P, M + 1], from 0 in each part, and order [P, M], tiles by decreasing work.
 TileWalks WalkTiles(const BandSlice* slices, const std::vector<int64_t>& begin, int64_t length,
-                    int64_t tile_size);
+                    int64_t tile_size, int64_t num_tiles, int32_t* ptr, int32_t* order);
 
 }  // namespace magi_jax::solver
 

@@ -1,0 +1,208 @@
+"""Lays out what crosses ranks and what each rank computes: stages of both directions, and travel."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from magi_jax.plan.frame import Frame, does_not_fit
+from magi_jax.plan.lay_out import comm_meta, empty_comm
+from magi_jax.plan.slice_table import build_table, empty_table, exact_spec
+from magi_jax.plan.spec import CommSpec, PlanSpec, StagesSpec, TableSpec, TravelSpec
+from magi_jax.plan.tables import SliceTable, StageTables, TravelTables
+from magi_jax.solver import transfer
+from magi_jax.solver.overlap import Choice, Counts, Machine, choose_stages
+from magi_jax.solver.stages import Staged, StageSlices
+from magi_jax.solver.work import Travel, Work
+
+# Number of remote stages: "auto", one for both directions, or (forward, backward).
+Overlap = int | str | tuple[int, int]
+
+
+class WorkTables(NamedTuple):
+    """Tables of the work of a plan; ``backward`` is None when it shares those of ``forward``."""
+
+    forward: StageTables
+    backward: StageTables | None
+    travel: TravelTables | None
+
+
+def lay_out_work(
+    work: Work,
+    frame: Frame,
+    overlap: Overlap,
+    spec: PlanSpec | None,
+    machine: Machine,
+    choice: Choice | None = None,
+) -> WorkTables:
+    """Chooses stages and lays everything out.
+
+    Args:
+        work: what the layout asks for.
+        frame: identities.
+        overlap: number of remote stages.
+        spec: sizes to lay out in; settles what ``overlap`` leaves open.
+        machine: what to predict times for.
+        choice: stages, where they are chosen already.
+
+    Raises:
+        ValueError: the work does not fit ``spec``.
+    """
+    travel = _lay_out_travel(work, frame, spec)
+    counts = _counts(overlap, work)
+    if spec is not None:
+        return WorkTables(*_lay_out_in(work, frame, counts, spec), travel)
+    if choice is None:
+        choice = choose_stages(work, frame.local_len, machine, counts)
+    forward = _lay_out_stages(choice.forward, work, frame, None)
+    if choice.backward is choice.forward:
+        return WorkTables(forward, None, travel)
+    return WorkTables(forward, _lay_out_stages(choice.backward, work, frame, None), travel)
+
+
+def _counts(overlap: Overlap, work: Work) -> Counts:
+    """Settled numbers of remote stages, forward and backward; 0 where nothing is remote."""
+    if work.layout.cp_size == 1 or work.keys.layout is None:
+        return 0, 0
+    if isinstance(overlap, str):
+        return None, None
+    return overlap if isinstance(overlap, tuple) else (overlap, overlap)
+
+
+def _lay_out_in(
+    work: Work, frame: Frame, counts: Counts, spec: PlanSpec
+) -> tuple[StageTables, StageTables | None]:
+    """Stages of both directions in given sizes: as many as there are, or fewer where those do not
+    fit.
+    """
+    forward, backward = counts
+    if spec.backward is None and forward != backward:
+        raise ValueError(
+            f"overlap={counts} wants stages of their own for the backward pass, the spec has none"
+        )
+    tables: list[StageTables | None] = []
+    for stages, count, path in (
+        (spec.forward_stages, forward, "spec"),
+        (spec.backward, backward, "spec.backward"),
+    ):
+        tables.append(None if stages is None else _fit_stages(work, frame, count, stages, path))
+    first, second = tables
+    assert first is not None
+    return first, second
+
+
+def _fit_stages(
+    work: Work, frame: Frame, count: int | None, spec: StagesSpec, path: str
+) -> StageTables:
+    most = len(spec.comm)
+    if count is not None and count > most:
+        raise ValueError(
+            f"overlap={count} is the number of remote stages, the spec has {most} of them"
+        )
+    first_problem = None
+    for number in range(most, 0, -1) if count is None else (count,):
+        try:
+            return _lay_out_stages(work.staged(number), work, frame, spec, path)
+        except ValueError as problem:
+            first_problem = first_problem or problem
+    raise first_problem or AssertionError("a spec has at least one remote stage")
+
+
+def _lay_out_stages(
+    staged: Staged, work: Work, frame: Frame, spec: StagesSpec | None, path: str = "spec"
+) -> StageTables:
+    """Tables of the stages of one direction; stages that only the spec has stay empty."""
+    count = staged.num_remote_stages
+    comm = [
+        comm_meta(
+            transfer.stage_pieces(staged.remote, stage),
+            CommSpec(frame.cp_size, work.keys.local_len, 0, 0, 0, 0),
+            None if spec is None else spec.comm[stage],
+            f"{path}.comm[{stage}]",
+            work.engine,
+        )
+        for stage in range(count)
+    ]
+    buffers = (work.keys.local_len, *(meta.dst_rows for meta in comm))
+    calc = [
+        _table(
+            stage,
+            frame,
+            (frame.local_len, buffers[i]),
+            None if spec is None else spec.calc[i],
+            f"{path}.calc[{i}]",
+            work.engine,
+        )
+        for i, stage in enumerate(staged.slices)
+    ]
+    if spec is not None:
+        comm += map(empty_comm, spec.comm[count:])
+        calc += (empty_table(sizes, frame.cp_size) for sizes in spec.calc[count + 1 :])
+    return StageTables(tuple(calc), tuple(comm))
+
+
+def _lay_out_travel(work: Work, frame: Frame, spec: PlanSpec | None) -> TravelTables | None:
+    wanted = None if spec is None else spec.travel
+    if work.travel is None:
+        return None if wanted is None else empty_travel(wanted)
+    if spec is not None and wanted is None:
+        raise does_not_fit("spec.travel is None, but queries travel")
+    return _travel_tables(work.travel, frame, wanted, work.engine)
+
+
+def _travel_tables(
+    travel: Travel, frame: Frame, wanted: TravelSpec | None, engine: str
+) -> TravelTables:
+    comm = comm_meta(
+        transfer.stage_pieces(travel.moved, 0),
+        CommSpec(frame.cp_size, frame.local_len, 0, 0, 0, 0),
+        None if wanted is None else wanted.comm,
+        "spec.travel.comm",
+        engine,
+    )
+    calc = _table(
+        travel.away,
+        frame,
+        (comm.dst_rows, frame.local_len),
+        None if wanted is None else wanted.calc,
+        "spec.travel.calc",
+        engine,
+    )
+    return TravelTables(comm, calc)
+
+
+def empty_travel(spec: TravelSpec) -> TravelTables:
+    """Tables of a plan of which no query travels."""
+    return TravelTables(empty_comm(spec.comm), empty_table(spec.calc, spec.comm.cp_size))
+
+
+def _table(
+    work: StageSlices,
+    frame: Frame,
+    lengths: tuple[int, int],
+    wanted: TableSpec | None,
+    path: str,
+    engine: str,
+) -> SliceTable:
+    """The slice table of one stage, for query and key buffers of ``lengths`` rows."""
+    return build_table(
+        work.slices, np.asarray(work.rank, np.int64), frame.cp_size, *lengths, frame.tile_size,
+        engine, wanted, path,
+    )  # fmt: skip
+
+
+def spec_of(tables: WorkTables) -> dict:
+    """The fields of a `PlanSpec` that finished tables settle."""
+
+    def stages(part: StageTables) -> StagesSpec:
+        return StagesSpec(tuple(map(exact_spec, part.calc)), tuple(m.spec for m in part.comm))
+
+    def travel(part: TravelTables) -> TravelSpec:
+        return TravelSpec(exact_spec(part.calc), part.comm.spec)
+
+    forward = stages(tables.forward)
+    return {
+        "calc": forward.calc,
+        "comm": forward.comm,
+        "backward": None if tables.backward is None else stages(tables.backward),
+        "travel": None if tables.travel is None else travel(tables.travel),
+    }

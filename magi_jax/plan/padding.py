@@ -1,0 +1,101 @@
+"""Brings finished tables to larger sizes: what `AttentionPlan.pad_to` does."""
+
+import numpy as np
+
+from magi_jax.plan.frame import does_not_fit
+from magi_jax.plan.lay_out import empty_comm, padding_piece
+from magi_jax.plan.lay_out_work import WorkTables, empty_travel
+from magi_jax.plan.slice_table import empty_table, pad_entries
+from magi_jax.plan.spec import CommSpec, PlanSpec, StagesSpec, TableSpec
+from magi_jax.plan.tables import (
+    N_ROWS,
+    CommMeta,
+    DispatchMeta,
+    SliceTable,
+    StageTables,
+    TravelTables,
+)
+from magi_jax.solver.slice_table import FULL_BEGIN, FULL_END, RUN_BEGIN, TileRuns
+
+
+def pad_plan_tables(
+    spec: PlanSpec,
+    wanted: PlanSpec,
+    dispatched: DispatchMeta,
+    rolls: tuple[CommMeta, ...],
+    tables: WorkTables,
+) -> tuple[DispatchMeta, tuple[CommMeta, ...], WorkTables]:
+    """All tables of a plan of ``spec`` in the sizes of ``wanted``, which covers it."""
+    if problem := wanted.shortfall(spec):
+        raise does_not_fit(problem)
+    segments = pad_entries(np.asarray(dispatched.segments), wanted.segments)
+    transfer = _pad_comm(dispatched.transfer, wanted.transfer)
+    backward = tables.backward
+    if wanted.backward is not None:
+        backward = _pad_stages(backward or tables.forward, wanted.backward)
+    travel = tables.travel
+    if travel is not None and wanted.travel is not None:
+        calc = _pad_table(travel.calc, wanted.travel.calc)
+        travel = TravelTables(_pad_comm(travel.comm, wanted.travel.comm), calc)
+    elif wanted.travel is not None:
+        travel = empty_travel(wanted.travel)
+    return (
+        DispatchMeta(segments, np.asarray(dispatched.positions), transfer),
+        tuple(_pad_comm(meta, size) for meta, size in zip(rolls, wanted.rolls, strict=True)),
+        WorkTables(_pad_stages(tables.forward, wanted.forward_stages), backward, travel),
+    )
+
+
+def _pad_stages(stages: StageTables, wanted: StagesSpec) -> StageTables:
+    comm = [_pad_comm(m, size) for m, size in zip(stages.comm, wanted.comm, strict=False)]
+    calc = [_pad_table(t, size) for t, size in zip(stages.calc, wanted.calc, strict=False)]
+    cp_size = len(calc[0].slices)
+    comm += map(empty_comm, wanted.comm[len(comm) :])
+    calc += (empty_table(size, cp_size) for size in wanted.calc[len(calc) :])
+    return StageTables(tuple(calc), tuple(comm))
+
+
+def _pad_comm(meta: CommMeta, wanted: CommSpec) -> CommMeta:
+    def pad(table):
+        out = pad_entries(np.asarray(table), wanted.pieces)
+        out[out[:, :, N_ROWS] == 0] = padding_piece(wanted)
+        return out
+
+    return CommMeta(pad(meta.send), pad(meta.recv), wanted)
+
+
+def _pad_table(table: SliceTable, wanted: TableSpec) -> SliceTable:
+    return SliceTable(
+        pad_entries(np.asarray(table.slices), wanted.slices),
+        _pad_runs(table.by_query, table.q_len, wanted.q_len, wanted),
+        _pad_runs(table.by_key, table.k_len, wanted.k_len, wanted, by_key=True),
+        wanted.q_len,
+        wanted.k_len,
+        wanted.tile_size,
+    )
+
+
+def _pad_runs(
+    runs: TileRuns, length: int, wanted_length: int, wanted: TableSpec, by_key: bool = False
+) -> TileRuns:
+    """Runs of a longer axis: its tiles beyond have none, and a last tile that was short is no longer
+    filled.
+    """
+    ptr, order, table = (np.asarray(x) for x in (runs.ptr, runs.order, runs.runs))
+    tiles, size = order.shape[1], wanted.tile_size
+    if wanted_length > length and length % size:
+        table = table.copy()
+        for part, (first, last) in enumerate(ptr[:, [tiles - 1, tiles]]):
+            of_tile = table[part, first:last]
+            of_tile[:, FULL_BEGIN] = of_tile[:, FULL_END] = of_tile[:, RUN_BEGIN]
+    more = max(-(-wanted_length // size), 1) - tiles
+    num_runs, num_ids = (
+        (wanted.key_runs, wanted.key_ids) if by_key else (wanted.query_runs, wanted.query_ids)
+    )
+    beyond = np.broadcast_to(np.arange(tiles, tiles + more, dtype=np.int32), (len(ptr), more))
+    return TileRuns(
+        ptr=np.concatenate([ptr, np.repeat(ptr[:, -1:], more, axis=1)], axis=1),
+        runs=pad_entries(table, num_runs),
+        ids=pad_entries(np.asarray(runs.ids), num_ids),
+        order=np.concatenate([order, beyond], axis=1),
+    )

@@ -1,0 +1,70 @@
+"""Which queries travel, and the work that a layout then asks for."""
+
+import numpy as np
+
+from magi_jax.plan.frame import Frame
+from magi_jax.plan.spec import PlanSpec
+from magi_jax.solver.dispatch import Layout, chunk_edges
+from magi_jax.solver.overlap import Choice, Machine, choose_stages
+from magi_jax.solver.travelling import NO_RANGES, Ranges, choose_ranges, split_slices
+from magi_jax.solver.work import Keys, Work, find_work
+
+# "auto", "never", or rising disjoint ranges of query rows.
+Travelling = str | tuple[tuple[int, int], ...]
+
+
+def travelling_ranges(
+    travelling: Travelling,
+    slices: np.ndarray,
+    frame: Frame,
+    machine: Machine,
+    spec: PlanSpec | None,
+) -> Ranges:
+    """Queries that are to travel; with "auto" those that should when tokens lie well.
+
+    Args:
+        travelling: what the caller asks for.
+        slices: tight visible slices ``[A, 6]``.
+        frame: identities of the plan.
+        machine: what to predict times for.
+        spec: sizes to lay the plan out in; in one without room for them nothing travels by itself.
+    """
+    if travelling == "never" or (travelling == "auto" and spec is not None and spec.travel is None):
+        return NO_RANGES
+    if travelling == "auto":
+        edges = chunk_edges(frame.seq_len, frame.chunk_size)
+        per_node = min(machine.ranks_per_node or frame.cp_size, frame.cp_size)
+        return choose_ranges(slices, edges, frame.cp_size, per_node, machine.cost_model)
+    begin, end = np.array(travelling, np.int64).reshape(-1, 2).T
+    return Ranges(begin, end)
+
+
+def settle_work(
+    slices: np.ndarray,
+    ranges: Ranges,
+    layout: Layout,
+    keys: Keys,
+    machine: Machine,
+    engine: str,
+    may_stay: bool,
+) -> tuple[Work, Choice | None]:
+    """The work of a layout, and its stages where finding it has chosen them.
+
+    Args:
+        slices: tight visible slices ``[A, 6]``.
+        ranges: queries that travel.
+        layout: who owns which queries.
+        keys: where keys are.
+        machine: what to predict times for.
+        engine: "numpy" or "compiled".
+        may_stay: keep queries at home after all where that is predicted faster on this layout.
+    """
+    home, travelling = split_slices(slices, ranges)
+    work = find_work(home, travelling, layout, keys, engine)
+    if not len(travelling) or not may_stay or layout.cp_size == 1:
+        return work, None
+    stay = find_work(slices, slices[:0], layout, keys, engine)
+    choices = [choose_stages(each, keys.local_len, machine) for each in (work, stay)]
+    if choices[0].predicted_us <= choices[1].predicted_us:
+        return work, choices[0]
+    return stay, choices[1]

@@ -1,0 +1,165 @@
+#include "xla_ffi/solver/bind_tables.h"
+
+#include <pybind11/numpy.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "xla_ffi/solver/lay_out.h"
+#include "xla_ffi/solver/tile_runs.h"
+#include "xla_ffi/solver/transfer.h"
+
+namespace magi_jax::solver {
+namespace {
+
+namespace py = pybind11;
+template <typename T>
+using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
+using Ints = Array<int64_t>;
+
+void Require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+// Rows of a table [N, width] as structs, and back.
+template <typename Row>
+const Row* RowsOf(const Ints& table) {
+  Require(table.size() % (sizeof(Row) / sizeof(int64_t)) == 0, "a table has the wrong width");
+  return reinterpret_cast<const Row*>(table.data());
+}
+
+template <typename Row>
+Ints Table(const std::vector<Row>& rows) {
+  constexpr int64_t width = sizeof(Row) / sizeof(int64_t);
+  Ints out({static_cast<int64_t>(rows.size()), width});
+  if (!rows.empty())
+    std::copy(rows.begin(), rows.end(), reinterpret_cast<Row*>(out.mutable_data()));
+  return out;
+}
+
+Ints Column(const std::vector<int64_t>& values) {
+  return Ints(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+// Rows of each part, padded with zeros to what `round` makes of the longest: [P, L, width].
+py::array_t<int32_t> Pad(const int32_t* rows, const std::vector<int64_t>& before, int64_t width,
+                         const py::object& round) {
+  const int64_t num_parts = static_cast<int64_t>(before.size()) - 1;
+  int64_t most = 0;
+  for (int64_t p = 0; p < num_parts; ++p) most = std::max(most, before[p + 1] - before[p]);
+  const int64_t size = std::max(most, round.is_none() ? 0 : round(most).cast<int64_t>());
+  py::array_t<int32_t> out({num_parts, size, width});
+  int32_t* to = out.mutable_data();
+  for (int64_t p = 0; p < num_parts; ++p, to += size * width) {
+    const int64_t filled = (before[p + 1] - before[p]) * width;
+    std::copy(rows + before[p] * width, rows + before[p + 1] * width, to);
+    std::fill(to + filled, to + size * width, 0);
+  }
+  return out;
+}
+
+// (ptr [P, M + 1], runs [P, R, 6], ids [P, I, 1], order [P, M]) of slices [A, 6] of rising parts
+// [A]; round_runs and round_ids say how much room to leave for so many, or are None.
+py::tuple RunWalkTiles(const Ints& slices, const Ints& part, int64_t num_parts, int64_t length,
+                       int64_t tile_size, const py::object& round_runs,
+                       const py::object& round_ids) {
+  static_assert(sizeof(BandSlice) == 6 * sizeof(int64_t) && sizeof(TileRun) == 6 * sizeof(int32_t));
+  Require(slices.size() == 6 * part.size() && num_parts >= 0 && tile_size >= 1,
+          "slices [A, 6] and part [A] do not fit together");
+  const auto* rows = RowsOf<BandSlice>(slices);
+  std::vector<int64_t> begin(num_parts + 1, 0);
+  int64_t last = 0;
+  for (py::ssize_t i = 0; i < part.size(); ++i) {
+    const int64_t p = part.data()[i];
+    Require(p >= last && p < num_parts, "part must rise within range");
+    Require(rows[i].q_start >= 0 && rows[i].q_start < rows[i].q_end && rows[i].q_end <= length,
+            "a slice is empty or out of range");
+    last = p;
+    ++begin[p + 1];
+  }
+  for (int64_t p = 0; p < num_parts; ++p) begin[p + 1] += begin[p];
+  const int64_t num_tiles = std::max<int64_t>((length + tile_size - 1) / tile_size, 1);
+  py::array_t<int32_t> ptr({num_parts, num_tiles + 1}), order({num_parts, num_tiles});
+  const TileWalks walks = WalkTiles(rows, begin, length, tile_size, num_tiles, ptr.mutable_data(),
+                                    order.mutable_data());
+  const auto* runs = reinterpret_cast<const int32_t*>(walks.runs.data());
+  return py::make_tuple(ptr, Pad(runs, walks.runs_before, 6, round_runs),
+                        Pad(walks.ids.data(), walks.ids_before, 1, round_ids), order);
+}
+
+Layout LayoutOf(const Ints& edges, const Ints& owner, const Ints& offset, int64_t num_ranks) {
+  Require(edges.size() == owner.size() + 1 && offset.size() == owner.size(),
+          "arrays of a layout do not fit together");
+  for (py::ssize_t g = 0; g < owner.size(); ++g)
+    Require(owner.data()[g] >= 0 && owner.data()[g] < num_ranks, "an owner is out of range");
+  return {edges.data(), owner.data(), offset.data(), owner.size(), num_ranks};
+}
+
+// (slices [B, 6], rank [B], q_offset [B], remote [E, 7]): see lay_out.h. Two layouts, of the
+// queries and of the keys.
+py::tuple RunFindRemote(const Ints& slices, const Ints& edges, const Ints& owner,
+                        const Ints& offset, const Ints& key_edges, const Ints& key_owner,
+                        const Ints& key_offset, int64_t num_ranks) {
+  static_assert(sizeof(RemoteRange) == 7 * sizeof(int64_t));
+  const Layout layout = LayoutOf(edges, owner, offset, num_ranks);
+  const Layout keys = LayoutOf(key_edges, key_owner, key_offset, num_ranks);
+  const QueryCut cut = CutQueries(RowsOf<BandSlice>(slices), slices.size() / 6, layout);
+  return py::make_tuple(Table(cut.slices), Column(cut.rank), Column(cut.q_offset),
+                        Table(FindRemote(cut, keys)));
+}
+
+// (remote [E, 7], slices [C, 6], group [C]) of a cut and its remote ranges, in stages.
+py::tuple RunCutStages(const Ints& slices, const Ints& rank, const Ints& q_offset,
+                       const Ints& remote, const Ints& edges, const Ints& owner, const Ints& offset,
+                       int64_t num_ranks, int64_t num_stages) {
+  const Layout layout = LayoutOf(edges, owner, offset, num_ranks);
+  Require(slices.size() == 6 * rank.size() && q_offset.size() == rank.size(),
+          "arrays of a cut do not fit together");
+  const auto* rows = RowsOf<BandSlice>(slices);
+  const QueryCut cut = {{rows, rows + rank.size()},
+                        {rank.data(), rank.data() + rank.size()},
+                        {q_offset.data(), q_offset.data() + rank.size()}};
+  const auto* ranges = RowsOf<RemoteRange>(remote);
+  std::vector<RemoteRange> far(ranges, ranges + remote.size() / 7);
+  int64_t last = 0;
+  for (const RemoteRange& range : far) {
+    Require(range.dst >= last && range.dst < num_ranks, "ranges must rise by receiver");
+    last = range.dst;
+  }
+  for (int64_t r : cut.rank) Require(r >= 0 && r < num_ranks, "a rank is out of range");
+  if (num_stages > 1) far = SplitStages(far, num_ranks, num_stages);
+  const StageSlices stages = CutStages(cut, far, layout, num_stages);
+  return py::make_tuple(Table(far), Table(stages.slices), Column(stages.group));
+}
+
+// (send [E, 5], send_rank [E], recv [E, 5], recv_rank [E], pair_rows, self_rows, dst_rows).
+py::tuple RunSortPieces(const Ints& src, const Ints& dst, const Ints& src_row, const Ints& dst_row,
+                        const Ints& n_rows, int64_t num_ranks) {
+  static_assert(sizeof(MovedPiece) == 5 * sizeof(int64_t));
+  const py::ssize_t size = src.size();
+  Require(dst.size() == size && src_row.size() == size && dst_row.size() == size &&
+              n_rows.size() == size,
+          "columns of pieces differ in length");
+  for (py::ssize_t i = 0; i < size; ++i)
+    Require(src.data()[i] >= 0 && src.data()[i] < num_ranks && dst.data()[i] >= 0 &&
+                dst.data()[i] < num_ranks,
+            "a rank is out of range");
+  const TransferTables tables = SortPieces(
+      {src.data(), dst.data(), src_row.data(), dst_row.data(), n_rows.data(), size}, num_ranks);
+  return py::make_tuple(Table(tables.send), Column(tables.send_rank), Table(tables.recv),
+                        Column(tables.recv_rank), tables.pair_rows, tables.self_rows,
+                        tables.dst_rows);
+}
+
+}  // namespace
+
+void BindTables(py::module_& m) {
+  m.def("walk_tiles", &RunWalkTiles);
+  m.def("find_remote", &RunFindRemote);
+  m.def("cut_stages", &RunCutStages);
+  m.def("sort_pieces", &RunSortPieces);
+}
+
+}  // namespace magi_jax::solver

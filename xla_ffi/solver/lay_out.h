@@ -1,0 +1,58 @@
+// Which keys each rank needs from others, in which stage they travel, and what each rank computes
+// in each stage: magi_jax/solver/remote.py and stages.py in C++.
+
+#ifndef MAGI_JAX_XLA_FFI_SOLVER_LAY_OUT_H_
+#define MAGI_JAX_XLA_FFI_SOLVER_LAY_OUT_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "xla_ffi/solver/bands.h"
+
+namespace magi_jax::solver {
+
+// Segment g of the sequence is [edges[g], edges[g + 1]) and lies at its owner from row
+// edges[g] + offset[g] on.
+struct Layout {
+  const int64_t* edges;   // [G + 1] from 0, rising
+  const int64_t* owner;   // [G]
+  const int64_t* offset;  // [G]
+  int64_t num_segments;   // G
+  int64_t num_ranks;      // R
+};
+
+// Slices cut at the query segments of a layout, sorted by rank.
+struct QueryCut {
+  std::vector<BandSlice> slices;  // [B] in global coordinates
+  std::vector<int64_t> rank;      // [B] owner of the queries
+  std::vector<int64_t> q_offset;  // [B] takes a global query to its local row
+};
+
+// Key rows [begin, end) of one segment that travel from src to dst. Sorted by (dst, begin).
+struct RemoteRange {
+  int64_t dst, src, begin, end, src_row, stage, dst_row;
+};
+
+// Slices in local coordinates, those of stage i on rank r with group i * R + r, sorted by group.
+struct StageSlices {
+  std::vector<BandSlice> slices;
+  std::vector<int64_t> group;
+};
+
+QueryCut CutQueries(const BandSlice* slices, int64_t num_slices, const Layout& layout);
+
+// Exactly the distinct keys that each rank sees and does not own, all in stage 0. Here and below
+// the layout is that of the keys.
+std::vector<RemoteRange> FindRemote(const QueryCut& cut, const Layout& layout);
+
+// Cuts the rows of each rank, in global order, into runs of nearly equal size.
+std::vector<RemoteRange> SplitStages(const std::vector<RemoteRange>& remote, int64_t num_ranks,
+                                     int64_t num_stages);
+
+// Stage 0 reads the rank's own keys, stage i + 1 what remote stage i brings.
+StageSlices CutStages(const QueryCut& cut, const std::vector<RemoteRange>& remote,
+                      const Layout& layout, int64_t num_remote_stages);
+
+}  // namespace magi_jax::solver
+
+#endif  // MAGI_JAX_XLA_FFI_SOLVER_LAY_OUT_H_
