@@ -136,7 +136,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), itertools.combinations_with_replacement(range(len(KINDS)), 2)
+    ("first", "second"), [*itertools.combinations_with_replacement(range(len(KINDS)), 2)]
 )
 def test_plans_of_all_kinds_unite_and_are_padded(first, second):
     mask_of = [varlen_causal([150, 20, 81]), varlen_causal([30, 20, 201])]
