@@ -25,9 +25,7 @@ MAGI_JAX_INLINE void RegisterBlock(int32_t depth, Matrix a, Matrix b, float* c, 
   Vec sum[kRows][2];
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
-    for (int j = 0; j < 2; ++j) {
-      sum[i][j] = kInto == Into::kSum ? Load(c + i * ldc + j * kLanes) : Vec{};
-    }
+    for (int j = 0; j < 2; ++j) sum[i][j] = Vec{};
   }
   const float* b_row = b.data;
   for (int32_t p = 0; p < depth; ++p, b_row += b.stride) {
@@ -41,7 +39,11 @@ MAGI_JAX_INLINE void RegisterBlock(int32_t depth, Matrix a, Matrix b, float* c, 
   }
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
-    for (int j = 0; j < 2; ++j) Store(c + i * ldc + j * kLanes, sum[i][j]);
+    for (int j = 0; j < 2; ++j) {
+      float* cell = c + i * ldc + j * kLanes;
+      // A block's sum of its own: half a million terms one after the other would lose five bits.
+      Store(cell, kInto == Into::kSum ? Load(cell) + sum[i][j] : sum[i][j]);
+    }
   }
 }
 
@@ -77,13 +79,14 @@ static void GemmWhereNonzero(int32_t rows, int32_t depth, Matrix a, Matrix b, fl
                              int64_t ldc) {
   for (int32_t i = 0; i < rows; ++i) {
     for (int j = 0; j < 2; ++j) {
-      Vec sum = Load(c + i * ldc + j * kLanes);
+      float* cell = c + i * ldc + j * kLanes;
+      Vec sum = {};
       for (int32_t p = 0; p < depth; ++p) {
         const Vec weight = Load(b.data + p * b.stride + j * kLanes);
         const Vec next = sum + a.data[i + p * a.stride] * weight;
         sum = Select(weight == 0.0f, sum, next);
       }
-      Store(c + i * ldc + j * kLanes, sum);
+      Store(cell, Load(cell) + sum);
     }
   }
 }
