@@ -26,7 +26,7 @@ CUDA_DEFINES = {
     "ci": {"MAGI_JAX_CUDA": "AUTO", "MAGI_JAX_CUDA_KERNELS": "ci"},
     "all": {"MAGI_JAX_CUDA": "AUTO", "MAGI_JAX_CUDA_KERNELS": "all"},
 }
-BUILD_TOOLS = ["cmake>=3.24", "ninja>=1.11"]
+BUILD_TOOLS = ["cmake==4.4.5", "ninja==1.13.2"]
 
 
 def main() -> None:
