@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-# The conformance suite is shared with the other implementations, random transfers with theirs.
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / room) for room in ("ops", "comm")]
+# Conformance suites are shared with the other implementations, random transfers with theirs.
+SHARED = ("ops", "comm", "features")
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / room) for room in SHARED]
 pytest.register_assert_rewrite(
-    "ops_problem", "test_attention_conformance", "device_cases", "group_problem"
+    "ops_problem", "test_attention_conformance", "device_cases", "group_problem", "feature_check"
 )
 
 
