@@ -5,12 +5,14 @@
 #   EXTRAS=...            extras of pyproject.toml to install; add cuda12 or cuda13 on a GPU machine
 #   CUDA_KERNELS=all      build the CUDA kernels too, where nvcc is found (minutes; ci: a few of them)
 #   ARGS="--steps 20"     flags for the demo, for pytest, or for the program of a target
+#   CUDA=13               build a wheel with all CUDA kernels, for jax[cuda13]; 12 likewise
 #   FUZZ_SECONDS=600      how long to fuzz
 
 PYTHON ?=
 VENV ?= .venv
 EXTRAS ?= flax,data,plot,test,dev
 CUDA_KERNELS ?= off
+CUDA ?=
 ARGS ?=
 FUZZ_SECONDS ?= 600
 JOBS ?= 2
@@ -19,10 +21,10 @@ BIN := $(VENV)/bin
 PYTHON_SOURCES := magi_jax tests examples tools benchmarks
 CPP_SOURCES = $(shell find xla_ffi tests -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo test fuzz stress sanitize lint format build clean
+.PHONY: help setup demo test fuzz stress sanitize lint format examples docs build check-wheel clean
 
 help:  ## Shows this list
-	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST) | sed 's/^/  /'
 
 setup:  ## Makes the environment and builds the package; does nothing when all is up to date
@@ -55,8 +57,22 @@ format: setup  ## Formats all sources
 	@$(BIN)/ruff format $(PYTHON_SOURCES)
 	@$(BIN)/clang-format -i $(CPP_SOURCES)
 
-build: setup  ## Builds a wheel into dist/
-	@$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+examples: EXTRAS := $(EXTRAS),examples
+examples: setup  ## Runs all examples with small sizes (some minutes)
+	@$(BIN)/python tools/run_examples.py $(ARGS)
+
+docs: EXTRAS := $(EXTRAS),docs
+docs: setup  ## Builds the documentation site into site/; fails on every warning
+	@$(BIN)/mkdocs build --quiet
+
+build: setup  ## Builds a wheel into dist/, for CPU or with CUDA=12 or 13
+	@$(BIN)/python tools/build_wheel.py $(if $(CUDA),--cuda $(CUDA))
+
+check-wheel: build  ## Installs the wheel into an empty environment and runs attention there
+	@$(BIN)/python tools/check_wheel.py
+
+bench-report: setup  ## Writes docs/results.md from the stored results
+	@$(BIN)/python benchmarks/report.py
 
 clean:  ## Removes the environment, builds and caches
 	rm -rf "$(VENV)" build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
