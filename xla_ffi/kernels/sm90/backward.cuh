@@ -67,8 +67,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 template <typename Traits>
-cudaError_t LaunchBackward(const BackwardParams& backward, const BackwardKernelParams& params,
-                           int blocks, cudaStream_t stream) {
+cudaError_t LaunchInstantiation(const BackwardParams& backward, const BackwardKernelParams& params,
+                                int blocks, cudaStream_t stream) {
   constexpr CUtensorMapDataType kType = std::is_same_v<typename Traits::Element, __half>
                                             ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -99,6 +99,17 @@ cudaError_t LaunchBackward(const BackwardParams& backward, const BackwardKernelP
   BackwardKernel<Traits><<<blocks, Traits::kThreads, kSharedBytes, stream>>>(q_map, dout_map, k_map,
                                                                              v_map, dq_map, params);
   return cudaGetLastError();
+}
+
+template <typename Element, int kHeadDim>
+cudaError_t LaunchBackward(const BackwardParams& backward, const BackwardKernelParams& params,
+                           int blocks, cudaStream_t stream) {
+  if (backward.problem.logits_soft_cap != 0.0f) {
+    return LaunchInstantiation<BackwardTraits<Element, kHeadDim, true>>(backward, params, blocks,
+                                                                        stream);
+  }
+  return LaunchInstantiation<BackwardTraits<Element, kHeadDim, false>>(backward, params, blocks,
+                                                                       stream);
 }
 
 }  // namespace magi_jax::sm90

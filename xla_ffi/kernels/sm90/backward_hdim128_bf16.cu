@@ -5,7 +5,7 @@ namespace magi_jax::sm90 {
 cudaError_t LaunchBackwardHdim128Bf16(const BackwardParams& backward,
                                       const BackwardKernelParams& params, int blocks,
                                       cudaStream_t stream) {
-  return LaunchBackward<BackwardTraits<__nv_bfloat16, 128>>(backward, params, blocks, stream);
+  return LaunchBackward<__nv_bfloat16, 128>(backward, params, blocks, stream);
 }
 
 }  // namespace magi_jax::sm90

@@ -5,7 +5,7 @@ namespace magi_jax::sm90 {
 cudaError_t LaunchBackwardHdim128F16(const BackwardParams& backward,
                                      const BackwardKernelParams& params, int blocks,
                                      cudaStream_t stream) {
-  return LaunchBackward<BackwardTraits<__half, 128>>(backward, params, blocks, stream);
+  return LaunchBackward<__half, 128>(backward, params, blocks, stream);
 }
 
 }  // namespace magi_jax::sm90

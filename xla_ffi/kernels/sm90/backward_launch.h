@@ -10,6 +10,14 @@
 
 namespace magi_jax::sm90 {
 
+cudaError_t LaunchBackwardHdim64Bf16(const BackwardParams&, const BackwardKernelParams&, int blocks,
+                                     cudaStream_t);
+cudaError_t LaunchBackwardHdim64F16(const BackwardParams&, const BackwardKernelParams&, int blocks,
+                                    cudaStream_t);
+cudaError_t LaunchBackwardHdim96Bf16(const BackwardParams&, const BackwardKernelParams&, int blocks,
+                                     cudaStream_t);
+cudaError_t LaunchBackwardHdim96F16(const BackwardParams&, const BackwardKernelParams&, int blocks,
+                                    cudaStream_t);
 cudaError_t LaunchBackwardHdim128Bf16(const BackwardParams&, const BackwardKernelParams&,
                                       int blocks, cudaStream_t);
 cudaError_t LaunchBackwardHdim128F16(const BackwardParams&, const BackwardKernelParams&, int blocks,

@@ -31,6 +31,7 @@ struct GradientConsumer {
   using Element = typename Traits::Element;
   static constexpr int kM = Traits::kBlockM;
   static constexpr int kLogits = kM / 2;  // accumulators of a thread
+  static constexpr int kGradients = Traits::kGradientColumns / 2;
   static constexpr int kOutputs = Traits::kHeadDim / 2;
   static constexpr int kQChunkBytes = kM * Traits::kRowBytes;
   static constexpr int kKChunkBytes = Traits::kBlockN * Traits::kRowBytes;
@@ -110,7 +111,7 @@ struct GradientConsumer {
 
   // dQ and dK of the current block, dV and dS of the next.
   __device__ __forceinline__ void NextBlock(uint32_t (&ds)[kLogits / 2]) {
-    float dq[kLogits], s[kLogits], dp[kLogits];
+    float dq[kGradients], s[kLogits], dp[kLogits];
     const int slot = ring.slot;
     IssueGradients(dq, ds, slot);
     ring.Advance();
@@ -130,7 +131,7 @@ struct GradientConsumer {
 
   // dQ and dK of the last block.
   __device__ __forceinline__ void LastBlock(uint32_t (&ds)[kLogits / 2]) {
-    float dq[kLogits];
+    float dq[kGradients];
     IssueGradients(dq, ds, ring.slot);
     WgmmaWait<1, 3>();
     StoreQueryGradient(dq, ring.slot);
@@ -147,12 +148,15 @@ struct GradientConsumer {
     if (shared.notes[ring.slot].header.flags & kMaskedBlock) finite = NonFinite(s);
     if (__builtin_expect(keys_spoiled, false)) SpoilRows(s);
     const float2* lse = reinterpret_cast<const float2*>(shared.lse[ring.slot]) + threadIdx.x % 4;
+    if constexpr (Traits::kSoftCap) TransformLogits(s, params.transform_scale, params.cap_log2);
 #pragma unroll
     for (int i = 0; i < kLogits; i += 4) {
       const float2 reference = lse[i];
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        s[i + j] = Exp2(fmaf(s[i + j], scale_log2, j % 2 ? -reference.y : -reference.x));
+      for (int j = 0; j < 4; ++j) {
+        const float minus = j % 2 ? -reference.y : -reference.x;
+        s[i + j] = Exp2(Traits::kSoftCap ? s[i + j] + minus : fmaf(s[i + j], scale_log2, minus));
+      }
     }
     return finite;
   }
@@ -188,6 +192,7 @@ struct GradientConsumer {
 #pragma unroll
       for (int j = 0; j < 4; ++j) dp[i + j] = s[i + j] * (dp[i + j] - (j % 2 ? mean.y : mean.x));
     }
+    if constexpr (Traits::kSoftCap) ScaleByCap(s, dp);
     if (masked) Hide(dp, rows);
     PinRegisters(dp);
     WgmmaWait<0, 5>();
@@ -198,8 +203,26 @@ struct GradientConsumer {
     PackProbabilities<Element>(dp, ds);
   }
 
-  __device__ __forceinline__ void IssueGradients(float (&dq)[kLogits], uint32_t (&ds)[kLogits / 2],
-                                                 int slot) {
+  // dS of capped logits c tanh(x / c) is that times 1 - tanh^2, with the tanh that the probability
+  // tells, so that no register keeps it.
+  __device__ __forceinline__ void ScaleByCap(const float (&p)[kLogits], float (&ds)[kLogits]) {
+    const float2* lse = reinterpret_cast<const float2*>(shared.lse[ring.slot]) + threadIdx.x % 4;
+    const float inverse = 1.0f / params.cap_log2;
+#pragma unroll
+    for (int i = 0; i < kLogits; i += 4) {
+      const float2 reference = lse[i];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float logit = Log2(p[i + j]) + (j % 2 ? reference.y : reference.x);
+        // Clamped: a probability of 0 has no logarithm, and its dS is 0 whatever the factor.
+        const float tanh = fminf(fmaxf(logit * inverse, -1.0f), 1.0f);
+        ds[i + j] *= fmaf(-tanh, tanh, 1.0f);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void IssueGradients(float (&dq)[kGradients],
+                                                 uint32_t (&ds)[kLogits / 2], int slot) {
     StoreLogitGradients(ds);
     FenceAsyncProxy();
     NamedBarrierSync(kGradientBarrier, Traits::kConsumerThreads);
@@ -251,17 +274,19 @@ struct GradientConsumer {
     WgmmaCommit();
   }
 
-  // dq = dS [kBlockM, kBlockN] K [kBlockN, this warpgroup's chunk].
-  __device__ __forceinline__ void IssueQueryGradient(float (&dq)[kLogits]) {
+  // dq = dS [kBlockM, kBlockN] K [kBlockN, this warpgroup's columns].
+  __device__ __forceinline__ void IssueQueryGradient(float (&dq)[kGradients]) {
     const Operand ds_operand = OperandOfRows(SharedAddress(shared.ds[ds_slot]));
+    constexpr int kOffset =
+        Traits::kGradientColumns == kChunk ? kKChunkBytes : Traits::kGradientColumns * 2;
     const Operand k_operand =
-        OperandOfColumns(SharedAddress(shared.k) + warpgroup * kKChunkBytes, kKChunkBytes);
+        OperandOfColumns(SharedAddress(shared.k) + warpgroup * kOffset, kKChunkBytes);
 #pragma unroll
     for (int step = 0; step < Traits::kBlockN / 16; ++step) {
       const int ds_offset = step / 4 * kM * 128 + step % 4 * 32;
-      Wgmma<kChunk>::template SharedShared<true>(dq, ds_operand.Advance(ds_offset),
-                                                 k_operand.Advance(step * 2 * kSwizzleAtomBytes),
-                                                 step > 0, Element{});
+      Wgmma<Traits::kGradientColumns>::template SharedShared<true>(
+          dq, ds_operand.Advance(ds_offset), k_operand.Advance(step * 2 * kSwizzleAtomBytes),
+          step > 0, Element{});
     }
     WgmmaCommit();
   }
@@ -281,7 +306,7 @@ struct GradientConsumer {
       StoreMatricesTransposed(address + step * 16 * 128, ds_words + 4 * step);
   }
 
-  __device__ __forceinline__ void StoreQueryGradient(float (&dq)[kLogits], int slot) {
+  __device__ __forceinline__ void StoreQueryGradient(float (&dq)[kGradients], int slot) {
     PinRegisters(dq);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int row = QueryOfRow(lane / 4);  // in its group of 8
@@ -294,7 +319,7 @@ struct GradientConsumer {
       shared.gradient_notes[warpgroup] = {header.query_start, header.head};
     }
 #pragma unroll
-    for (int i = 0; i < kLogits; i += 4) {
+    for (int i = 0; i < kGradients; i += 4) {
       const int group = i / 4;  // of 8 columns
       const uint32_t place = (address ^ (group % 4 << 5)) + group / 4 * kM * 128;
       StorePair(place, dq[i] * params.scale, dq[i + 1] * params.scale);
@@ -347,7 +372,9 @@ struct GradientConsumer {
 
   __device__ __forceinline__ void CleanKeys() {
     const int row = (threadIdx.x - 128) / 2, chunk = threadIdx.x % 2;
-    bool found = CleanRow<Element>(shared.k + chunk * kKChunkBytes + row * Traits::kRowBytes, row);
+    bool found = false;
+    if (chunk < Traits::kChunks)
+      found = CleanRow<Element>(shared.k + chunk * kKChunkBytes + row * Traits::kRowBytes, row);
     found |= __shfl_xor_sync(0xFFFFFFFF, found, 1);
     if (chunk == 0) shared.spoiled_keys[row] = found;
     FenceAsyncProxy();
@@ -363,11 +390,14 @@ struct GradientConsumer {
 
   // Both consumers have done S and dP of this block.
   __device__ __forceinline__ void CleanQueries(float (&p)[kLogits], const float (&dp)[kLogits]) {
-    static_assert(Traits::kConsumerThreads == 2 * Traits::kChunks * kM);
+    static_assert(Traits::kConsumerThreads >= 2 * Traits::kChunks * kM);
     const int row = (threadIdx.x - 128) % kM, part = (threadIdx.x - 128) / kM;
     uint8_t* const tile =
         part < Traits::kChunks ? shared.q[ring.slot] : shared.dout[dout_ring.slot];
-    CleanRow<Element>(tile + part % Traits::kChunks * kQChunkBytes + row * Traits::kRowBytes, row);
+    if (part < 2 * Traits::kChunks) {
+      CleanRow<Element>(tile + part % Traits::kChunks * kQChunkBytes + row * Traits::kRowBytes,
+                        row);
+    }
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) p[i] = dp[i] - dp[i] == 0.0f ? p[i] : NAN;
     FenceAsyncProxy();

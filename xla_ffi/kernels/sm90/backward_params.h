@@ -14,10 +14,11 @@ namespace magi_jax::sm90 {
 
 // One instantiation. A tile has kBlockN keys of one kv head; its gradients stay in registers while
 // the tile walks the queries of all heads of the group, kBlockM at a time.
-template <typename ElementT, int kHeadDimT, int kStagesT = 3, int kDoutStagesT = 2>
+template <typename ElementT, int kHeadDimT, bool kSoftCapT, int kStagesT = 3, int kDoutStagesT = 2>
 struct BackwardTraits {
   using Element = ElementT;
   static constexpr int kHeadDim = kHeadDimT;        // of queries, keys and values
+  static constexpr bool kSoftCap = kSoftCapT;       // logits are capped
   static constexpr int kStages = kStagesT;          // query blocks in shared memory
   static constexpr int kDoutStages = kDoutStagesT;  // blocks of output cotangents
 
@@ -30,16 +31,18 @@ struct BackwardTraits {
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
 
-  static constexpr int kChunks = kHeadDim / kChunk;
+  static constexpr int kChunks = (kHeadDim + kChunk - 1) / kChunk;
   static constexpr int kRowBytes = kChunk * 2;
   static constexpr int kQBytes = kBlockM * kRowBytes * kChunks;
   static constexpr int kKBytes = kBlockN * kRowBytes * kChunks;
   static constexpr int kStatBytes = kBlockM * 4;
 
-  // A warpgroup makes the columns of dQ whose keys' columns lie in one chunk.
-  static_assert(kChunks == kConsumers, "dQ is split over warpgroups by chunks of columns");
-  static constexpr int kGradientChunk = 32;  // columns of float32 that fill 128 bytes
-  static constexpr int kGradientBytes = kBlockM * kChunk * 4;
+  // Each warpgroup makes this many of the columns of a block's dQ: a chunk, or half of the only
+  // one. Columns past the head dim are zero, and the copy engine leaves them out.
+  static_assert(kBlockM == 64 && kChunks <= 2);
+  static constexpr int kGradientColumns = kChunks == 1 ? kChunk / 2 : kChunk;
+  static constexpr int kGradientBox = 32;  // columns of float32 that fill 128 bytes
+  static constexpr int kGradientBytes = kBlockM * kGradientColumns * 4;
 };
 
 // Flags of a block besides those of BlockFlags.
@@ -73,8 +76,8 @@ struct BackwardStorage {
   alignas(1024) uint8_t dout[Traits::kDoutStages][Traits::kQBytes];  // likewise
   alignas(1024)
       uint8_t ds[2][Traits::kConsumers][Traits::kBlockM * 128];  // a chunk of 64 keys per warpgroup
-  alignas(1024) uint8_t
-      dq[Traits::kConsumers][Traits::kGradientBytes];  // [chunk of 32 columns][kBlockM rows]
+  alignas(1024)
+      uint8_t dq[Traits::kConsumers][Traits::kGradientBytes];  // [box of 32 columns][kBlockM rows]
   alignas(128) float lse[Traits::kStages]
                         [Traits::kBlockM];  // times log2(e); +inf for rows without keys
   alignas(128) float delta[Traits::kDoutStages][Traits::kBlockM];
@@ -112,6 +115,7 @@ struct BackwardKernelParams {
   void* dv;
   bool gradients_are_f32;
   float scale;
+  float transform_scale, cap_log2;  // 2 log2(e) scale / cap and cap log2(e), where kSoftCap
   int q_len, k_len, num_heads, num_kv_heads, num_slices;
   int table_tile_size;
   int parts_per_tile;  // tiles of keys that cover one table tile

@@ -27,9 +27,9 @@ __device__ void AddQueryGradients(const CUtensorMap& dq_map, BackwardStorage<Tra
     const GradientNote note = shared.gradient_notes[consumer];
     if (note.row < 0) break;
 #pragma unroll
-    for (int i = 0; i < kChunk / Traits::kGradientChunk; ++i) {
+    for (int i = 0; i < Traits::kGradientColumns / Traits::kGradientBox; ++i) {
       AddBox(shared.dq[consumer] + i * Traits::kBlockM * 128, &dq_map,
-             consumer * kChunk + i * Traits::kGradientChunk, note.head, note.row);
+             consumer * Traits::kGradientColumns + i * Traits::kGradientBox, note.head, note.row);
     }
     CommitBoxes();
     WaitBoxesRead();

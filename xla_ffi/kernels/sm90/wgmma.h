@@ -132,6 +132,7 @@ struct Wgmma;
     MAGI_WGMMA_TYPE(n, __half, regs, n0, n1, n2, n3, n4, n5, __VA_ARGS__)        \
   };
 
+MAGI_WGMMA(32, MAGI_REGS0, 16, 17, 18, 19, 20, 21, MAGI_ACC16(0))
 MAGI_WGMMA(64, MAGI_REGS0 ", " MAGI_REGS16, 32, 33, 34, 35, 36, 37, MAGI_ACC32(0))
 MAGI_WGMMA(80,
            MAGI_REGS0 ", " MAGI_REGS16
