@@ -88,7 +88,7 @@ def build_modules(jobs: str) -> None:
     """Configures and builds both modules; quick when nothing changed."""
     import pybind11
 
-    configure = [_tool("cmake"), "-S", ".", "-B", str(BUILD), "-G", "Ninja", "-Wno-dev"]
+    configure = [_tool("cmake"), "-S", ".", "-B", str(BUILD), "-G", "Ninja"]
     configure += ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DMAGI_JAX_CUDA=OFF"]
     configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_CXX_FLAGS={FLAGS}"]
     configure += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", "-DCMAKE_CXX_COMPILER=g++"]

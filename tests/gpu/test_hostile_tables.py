@@ -1,0 +1,57 @@
+"""Device code clamps what it reads from a table: no entry leads it out of its buffers or into a hang.
+
+The contents of a table cannot be checked from the host. Results of a damaged table mean nothing; that
+the next call is right, and what compute-sanitizer says of this file, means something:
+
+    compute-sanitizer --kernel-regex kns=magi_jax python -m pytest tests/gpu/test_hostile_tables.py
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from device_cases import PATHS
+
+import magi_jax as mj
+
+TABLES = 60
+HOSTILE_INTEGERS = (
+    *(-(2**31), -(2**30), -129, -1, 0, 1, 127, 128, 129, 500),
+    *(2**20, 2**30, 2**31 - 129, 2**31 - 1),
+)
+
+
+def _damaged(rng, table):
+    """The table with some entries changed, in any of its arrays."""
+    leaves, structure = jax.tree.flatten(table)
+    leaves = [np.array(leaf) for leaf in leaves]
+    for _ in range(int(rng.integers(1, 6))):
+        leaf = leaves[rng.integers(len(leaves))]
+        leaf.flat[rng.integers(leaf.size)] = rng.choice(HOSTILE_INTEGERS)
+    return jax.tree.unflatten(structure, leaves)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
+def test_damaged_tables(path):
+    rng = np.random.default_rng(0)
+    mask = mj.masks.varlen([200, 1, 130, 69], causal=True) | mj.masks.global_rows(
+        400, rows=(380, 400)
+    )
+    shapes = ((400, 4, 128), (400, 2, 128), (400, 2, 128), (400, 4, 128))
+    q, k, v, dout = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
+    table = mj.slice_table(mask)
+
+    @jax.jit
+    def run(table):
+        def attend(q, k, v):
+            return mj.flex_flash_attention(q, k, v, table, implementation=path.name)
+
+        out, pull_back = jax.vjp(attend, q, k, v)
+        return out, *pull_back(dout)
+
+    expected = jax.block_until_ready(run(table))
+    for _ in range(TABLES):
+        jax.block_until_ready(run(_damaged(rng, table)))
+    for before, after in zip(expected, run(table), strict=True):
+        error = jnp.linalg.norm((before - after).astype(jnp.float32))
+        assert error <= 1e-2 * jnp.linalg.norm(before.astype(jnp.float32))
