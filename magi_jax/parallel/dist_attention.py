@@ -42,7 +42,8 @@ class DistOptions:
             order of sums. The order of sums between ranks is fixed in any case.
         keep_remote_kv: keep the remote keys and values of the forward pass for the backward pass
             instead of fetching them again: less communication, more memory.
-        reduce_dtype: dtype in which partial dK and dV travel; None is float32. Sums are in float32.
+        reduce_dtype: dtype in which partial results travel: dK and dV, and of queries that travel
+            (`PlanConfig.travelling`) also out and dQ; None is float32. Sums are in float32.
         transport: transport of the group collectives: a name, None for the portable one, or that of
             a `magi_jax.comm.symmetric_memory`.
     """

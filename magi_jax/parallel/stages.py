@@ -34,7 +34,7 @@ class Stages:
         scale: factor of the logits.
         logits_soft_cap: cap of the logits, 0 = none.
         transport: transport of the group collectives.
-        reduce_dtype: dtype in which partial dK and dV travel; sums are made in float32.
+        reduce_dtype: dtype in which partial results travel; sums are made in float32.
         keep_remote_kv: whether the backward pass gets the forward pass's remote keys and values.
         with_max_logits: whether the forward pass gives the largest logits.
         shared_key_axes: axes over which all ranks hold the same keys, whose gradients are summed.
@@ -138,7 +138,7 @@ class Stages:
     def _travel(self, plan: AttentionPlan) -> Travel | None:
         if plan.travel is None:
             return None
-        return Travel(plan.travel, self.axis_name, self.transport)
+        return Travel(plan.travel, self.axis_name, self.transport, self.reduce_dtype)
 
     def _kernel_options(self) -> dict[str, Any]:
         return {"scale": self.scale, "logits_soft_cap": self.logits_soft_cap}

@@ -7,6 +7,7 @@ arrays of one rank, and has no derivative, as in `stages`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,13 @@ class Travel:
         tables: this rank's part of the plan's tables.
         axis_name: axis whose ranks exchange them.
         transport: transport of the group collectives.
+        wire_dtype: dtype in which partial ``out`` and dQ return; None is float32.
     """
 
     tables: TravelTables
     axis_name: str
     transport: Transport
+    wire_dtype: Any = None
 
     def send(self, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Rows ``[T, ...]`` of travelling queries, at the owners of their keys: ``[visitors, ...]``."""
@@ -52,10 +55,7 @@ class Travel:
         """
         (q,) = visitors
         out, lse, *more = attend(q, *keys_values, self.tables.calc, out_dtype=jnp.float32)
-        returned = group_reduce(
-            (out, lse), self.tables.comm, self.axis_name, op="lse", transport=self.transport
-        )
-        return returned, more
+        return self._return((out, lse), "lse"), more
 
     def differentiate(
         self, gradients: Callable, visitors: tuple[jax.Array, ...], keys_values: KeysValues
@@ -72,8 +72,17 @@ class Travel:
             visitors give; float32.
         """
         dq, dk, dv = gradients(visitors, keys_values, self.tables.calc)
-        dq = group_reduce(dq, self.tables.comm, self.axis_name, transport=self.transport)
-        return dq, (dk, dv)
+        return self._return(dq, "sum"), (dk, dv)
+
+    def _return(self, partials: Any, op: str) -> Any:
+        return group_reduce(
+            partials,
+            self.tables.comm,
+            self.axis_name,
+            op=op,
+            wire_dtype=self.wire_dtype,
+            transport=self.transport,
+        )
 
 
 def merge_returned(

@@ -25,6 +25,7 @@ from magi_jax.plan import PlanConfig, make_plan, stack_plans
 from magi_jax.testing.cases import random_mask
 
 T, S = 53, 70
+TRAVELLING = ((5, 9), (30, 41))
 BATCH = 2
 
 
@@ -55,12 +56,14 @@ def _mask(case, rng, k_len):
 
 def _plans(case, each, ranks):
     """A plan for each group of heads, stacked if each sequence has its own; and that of the keys."""
-    config = PlanConfig(chunk_size=4, overlap=int(case["stages"]), roll_shifts=())
+    travelling = TRAVELLING if case["queries"] == "some travel" else "never"
+    stages = 1 if case["stages"] == "1" else (3, 2)
+    config = PlanConfig(chunk_size=4, overlap=stages, travelling=travelling, roll_shifts=())
     own = case["keys"] == "own"
     keys = {"own": None, "replicated": "replicated"}.get(
         case["keys"], make_plan(masks.full(S), ranks, config)
     )
-    stages = "auto" if case["keys"] == "replicated" else config.overlap
+    stages = "auto" if case["keys"] == "replicated" else stages
 
     def planned(specs):
         rows = []
@@ -70,7 +73,7 @@ def _plans(case, each, ranks):
             )
             others = row[1:] if own else row
             more = [
-                base.with_mask(mask, keys=keys, overlap=stages, spec=spec)
+                base.with_mask(mask, keys=keys, overlap=stages, travelling=travelling, spec=spec)
                 for mask, spec in zip(others, specs[own:], strict=True)
             ]
             rows.append([base, *more] if own else more)
@@ -128,7 +131,7 @@ def _program(case, mesh):
     options = DistOptions(
         deterministic=case["deterministic"] == "asked",
         keep_remote_kv=case["remote keys"] == "kept",
-        reduce_dtype=jnp.dtype(case["gradients travel in"]),
+        reduce_dtype=jnp.dtype(case["partial results travel in"]),
     )
     batched, inside = case["batch"] != "none", case["called"] == "in a shard_map"
     arguments = (

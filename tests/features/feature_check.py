@@ -155,11 +155,14 @@ def check(case, got: Answer, want: Answer) -> None:
     """Compares every array; gradients of keys also bear the rounding of what travels."""
     tolerance = TOLERANCE[case["dtype"]]
     exact = 1e-5 if case["dtype"] == "float32" else 1e-3
-    narrow = case.get("gradients travel in") == "bfloat16"
+    narrow = case.get("partial results travel in") == "bfloat16"
     limits = {
         "lse": exact,
         "max_logits": exact,
         "dsinks": 10 * tolerance,
+        # Of travelling queries out and dq travel as well.
+        "out": max(tolerance, NARROW_WIRE * narrow),
+        "dq": max(tolerance, NARROW_WIRE * narrow),
         "dk": max(tolerance, NARROW_WIRE * narrow),
         "dv": max(tolerance, NARROW_WIRE * narrow),
     }

@@ -1,0 +1,178 @@
+"""Writes docs/features.md: which test shows which feature, with which kernels, in which pass.
+
+    python tools/feature_table.py
+
+The numbers come from the cases of tests/features, so that no cell can say what no test does.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "features"))
+
+from feature_pairs import DISTRIBUTED, ONE_DEVICE, distributed_cases, one_device_cases  # noqa: E402
+
+PAGE = ROOT / "docs" / "features.md"
+
+HOW = (
+    ("sinks", "`sinks=` `[N]` or `[X, N]`"),
+    ("soft cap, scale", "`logits_soft_cap=`, `scale=`"),
+    ("log-sum-exp, differentiable", "`return_residual=True`; `dist_attention`: `return_lse=True`"),
+    ("largest logit of each head", "`return_max_logits=True`; a statistic without a derivative"),
+    ("equal bits", "`deterministic=True`; `dist_attention`: `DistOptions(deterministic=True)`"),
+    (
+        "precision of partial results",
+        "float32 between stages; on the wire `DistOptions(reduce_dtype=)`",
+    ),
+    ("several masks in one step", "`plan.with_mask(mask)`: one dispatch, a plan for each mask"),
+    ("masks of groups of heads", "a sequence of masks, or of plans on one dispatch"),
+    (
+        "cross-attention",
+        "a rectangular mask; `plan.with_mask(mask, keys=plan_of_the_keys)`, or"
+        ' `keys="replicated"` for keys that every rank holds',
+    ),
+    ("blocks chosen on the device", "`block_sparse_table(blocks, block_size, q_len)` inside jit"),
+    (
+        "batches",
+        "`[B, T, N, H]` under one mask; a mask of `B * T` tokens (`masks.concatenate`) makes it one"
+        " packed stream; `stack_plans` gives each sequence a plan",
+    ),
+    ("multi-token labels, RoPE", "`roll(x, plan, shift)`, `plan.positions`"),
+    (
+        "remat",
+        'out and lse are named "context", kept remote keys (`DistOptions(keep_remote_kv=True)`)'
+        ' "remote_kv"',
+    ),
+    ("dropout, bias, masks as functions", "refused with what to do instead"),
+)
+
+# Tests of one feature, beside the combinations.
+OWN = {
+    "head dims 64, 96, 128, 192 with 128, 256": ("tests/gpu/test_cuda_kernels.py::test_head_dims",),
+    "any head dim, GQA, MQA, on the CPU": (
+        "tests/ops/test_attention_conformance.py::test_head_layouts",
+    ),
+    "sinks": ("tests/ops/test_attention_conformance.py::test_sinks",),
+    "soft cap": ("tests/ops/test_attention_conformance.py::test_soft_cap",),
+    "scale": ("tests/gpu/test_cuda_kernels.py::test_scales",),
+    "largest logit of each head": (
+        "tests/parallel/test_travelling.py::test_the_largest_logit_counts_visitors",
+    ),
+    "equal bits on one device": (
+        "tests/ops/test_attention_conformance.py::test_repeats_give_equal_bits",
+        "tests/gpu/test_cuda_kernels.py::test_results_are_the_same_bits_in_every_run",
+    ),
+    "equal bits over ranks": (
+        "tests/features/test_options.py::test_repeats_give_equal_bits_over_ranks",
+        "tests/features/test_options.py::test_kernels_without_a_fixed_order_are_refused",
+    ),
+    "precision of partial results": (
+        "tests/parallel/test_contexts.py::test_kept_keys_and_narrow_reductions",
+        "tests/parallel/test_cross_attention.py::test_gradients_on_a_narrow_wire",
+    ),
+    "several masks in one step": (
+        "tests/parallel/test_many_masks.py::test_layers_take_full_and_sliding_masks_in_turn",
+        "tests/parallel/test_contexts.py::test_scan_over_rematerialised_layers_with_two_plans",
+    ),
+    "masks of groups of heads": (
+        "tests/ops/test_many_masks.py::test_masks_for_groups_of_heads",
+        "tests/parallel/test_many_masks.py::test_masks_for_groups_of_heads",
+        "tests/parallel/test_many_masks.py::test_masks_for_groups_of_heads_inside_a_shard_map",
+    ),
+    "cross-attention": (
+        "tests/parallel/test_cross_attention.py::test_results_and_gradients",
+        "tests/parallel/test_cross_attention.py::test_inside_a_shard_map",
+        "tests/parallel/test_cross_attention.py::test_encoder_and_decoder_train_as_one",
+    ),
+    "blocks chosen on the device": (
+        "tests/ops/test_block_sparse.py::test_random_blocks",
+        "tests/ops/test_block_sparse.py::test_chosen_indices",
+        "tests/ops/test_block_sparse.py::test_a_new_choice_compiles_nothing",
+    ),
+    "batches": (
+        "tests/ops/test_many_masks.py::test_rows_of_a_batch_with_masks_of_their_own",
+        "tests/parallel/test_many_masks.py::test_a_batch_as_one_packed_stream",
+        "tests/parallel/test_contexts.py::test_batch_with_one_plan_on_three_axes",
+        "tests/parallel/test_contexts.py::test_batch_with_a_plan_for_each_sequence",
+    ),
+    "roll and positions, uneven lengths, their adjoints": (
+        "tests/parallel/test_tokens.py::test_in_a_data_loader",
+        "tests/parallel/test_tokens.py::test_whole_device_arrays",
+        "tests/parallel/test_tokens.py::test_local_rows_inside_a_shard_map",
+        "tests/parallel/test_tokens.py::test_gradients_are_the_moves_back",
+    ),
+    "travelling queries": (
+        "tests/parallel/test_travelling.py::test_every_kind_of_mask_in_one_program",
+    ),
+    "remat": (
+        "tests/ops/test_attention_transforms.py::test_remat_saves_the_context",
+        "tests/features/test_options.py::test_a_policy_keeps_remote_keys",
+    ),
+    "refusals": (
+        "tests/ops/test_many_masks.py::test_functions_of_positions_are_refused_with_what_to_do",
+        "tests/ops/test_dot_product_attention.py::test_refusals",
+        "tests/flax/test_attention_fn.py::test_what_it_cannot_do_is_refused",
+    ),
+}
+
+# The kernels that a case runs with, on the CPU and on a GPU.
+COLUMNS = (("cpu", "cpu"), ("reference", "reference"), ("sm80", "cpu"), ("sm90", "reference"))
+HEADER = """\
+# Features
+
+This page is written by `tools/feature_table.py` from the cases of `tests/features`; a test compares it with
+them.
+
+## How to ask for them
+"""
+COMBINED = """
+## In combination
+
+Cases are chosen so that every pair of levels of two features meets in one of them. Each compares the results
+(F, forward) and the gradients of q, k, v and sinks (B, backward) with dense attention in float64. A number is
+that of a case of
+
+- `tests/features/test_feature_pairs.py` in the columns cpu and reference,
+- `tests/gpu/test_features_on_gpu.py` in the columns sm80 and sm90, run on a machine with the GPU; sm90 stands
+  for its kernels with those of sm80 behind them, which serve what it does not support
+  ([kernel notes](kernel_notes.md)), and float32 is bfloat16 there.
+"""
+
+
+def number_of(cases: list[dict[str, str]], *levels: tuple[str, str]) -> int:
+    """The first case with all these levels."""
+    return next(i for i, case in enumerate(cases) if all(case[a] == x for a, x in levels))
+
+
+def combinations(title: str, factors, cases, test: str) -> list[str]:
+    """A table of all levels of all features by kernels and passes."""
+    lines = [f"\n### {title}: `{test}[number]`\n"]
+    lines.append("| feature | level |" + "".join(f" {c} F | {c} B |" for c, _ in COLUMNS))
+    lines.append("|---|---|" + "---|---|" * len(COLUMNS))
+    for feature, levels in factors.items():
+        for level in () if feature == "implementation" else levels:
+            cells = []
+            for _, kernels in COLUMNS:
+                number = number_of(cases, (feature, level), ("implementation", kernels))
+                backward = "none" if (feature, level) == ("max logits", "returned") else number
+                cells.append(f" {number} | {backward} |")
+            lines.append(f"| {feature} | {level} |" + "".join(cells))
+    return lines
+
+
+def page() -> str:
+    """The text of docs/features.md."""
+    lines = [HEADER, "| feature | how |", "|---|---|"]
+    lines += [f"| {feature} | {how} |" for feature, how in HOW]
+    lines.append(COMBINED)
+    lines += combinations("One device", ONE_DEVICE, one_device_cases(), "test_one_device")
+    lines += combinations("Distributed", DISTRIBUTED, distributed_cases(), "test_distributed")
+    lines += ["\n## Tests of single features\n", "| feature | tests |", "|---|---|"]
+    for feature, tests in OWN.items():
+        lines.append(f"| {feature} | {'<br>'.join(f'`{test}`' for test in tests)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
