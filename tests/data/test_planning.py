@@ -158,3 +158,25 @@ def test_masks_may_end_before_the_padding():
         (plan,) = planner(packed).plans
         (expected,) = PlanBatch(CP, (CAUSAL,), CONFIG, planner.specs)(packed).plans
         assert plan.fingerprint() == expected.fingerprint()
+
+
+def test_grain_packs_plans_and_resumes():
+    """Packed by grain, planned in its pipeline, and resumed from the state of its iterator."""
+    rng = np.random.default_rng(0)
+    documents = [{"inputs": rng.integers(1, 99, n)} for n in rng.integers(1, 200, 40)]
+    dataset = grain.MapDataset.source(documents).seed(1).shuffle().repeat().to_iter_dataset()
+    packed = grain.experimental.FirstFitPackIterDataset(
+        dataset, length_struct={"inputs": SEQ_LEN}, num_packing_bins=4
+    ).batch(2)
+    planner = PlanBatch(CP, (CAUSAL, WINDOW), CONFIG, segment_ids="inputs_segment_ids")
+    planned = packed.map(planner.fit(packed, num_batches=6))
+    batches, plain = iter(planned), iter(packed)
+    for _ in range(2):
+        batch_before, found = next(plain), next(batches)
+        back = mj.undispatch(found.packed["inputs"], found.plans[0])
+        np.testing.assert_array_equal(back, batch_before["inputs"])
+    state = batches.get_state()
+    expected = jax.tree.leaves(next(batches))
+    again = iter(planned)
+    again.set_state(state)
+    assert all(map(np.array_equal, expected, jax.tree.leaves(next(again))))
