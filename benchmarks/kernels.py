@@ -11,6 +11,7 @@ to the best peer. `--quick` takes 8192 and 32768 tokens at head dim 128 beside c
 import argparse
 import json
 import pathlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +55,16 @@ def main() -> None:
                 save(args.json, args.commit, {"rows": rows})
 
 
-def cases(length: int) -> dict[str, tuple[str, np.ndarray, masks.AttnMask]]:
-    """Name, to (kind, document lengths, mask), for the masks of one length."""
+class Named(NamedTuple):
+    """A mask, and what it is in the words of `kernel_peers.Case`."""
+
+    kind: str
+    lengths: np.ndarray
+    mask: masks.AttnMask
+
+
+def cases(length: int) -> dict[str, Named]:
+    """The masks of one length, by name."""
     lengths = np.array(DOCUMENTS["varlen"].get(str(length), [length]))
     whole = np.array([length])
     result = {
@@ -71,7 +80,7 @@ def cases(length: int) -> dict[str, tuple[str, np.ndarray, masks.AttnMask]]:
         tiny = np.array(DOCUMENTS["tiny"][str(length)])
         result["tiny_varlen_full"] = ("varlen_full", tiny, masks.varlen(tiny))
         result["tiny_varlen_causal"] = ("varlen_causal", tiny, masks.varlen(tiny, causal=True))
-    return result
+    return {name: Named(*case) for name, case in result.items()}
 
 
 def measure_length(length: int, head_dim: int, args: argparse.Namespace) -> list[dict]:

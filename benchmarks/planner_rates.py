@@ -41,7 +41,7 @@ def fit(measured: dict[tuple[str, int], float]) -> tuple[np.ndarray, float]:
         for (mask, tokens), rate in measured.items()
         if tokens >= LEAST_TOKENS
     }
-    slices = [cases(tokens)[mask].slices for mask, tokens in measured]
+    slices = [cases(tokens)[mask].mask.slices for mask, tokens in measured]
     areas = [bands.area(rows) for rows in slices]
     keys = [
         a / (s[:, bands.Q_END] - s[:, bands.Q_START]) for s, a in zip(slices, areas, strict=True)

@@ -19,7 +19,7 @@ import numpy as np
 from provenance import RESULTS, ROOT, save
 from scaling_fit import Fit, features, first_fit, fit
 from scaling_model import Machine, Times, step_us
-from scaling_time import choose, load_pieces, save_pieces, time_pieces
+from scaling_time import Order, choose, load_orders, save_orders, time_orders
 from scaling_work import (
     FLOPS_PER_PAIR,
     HEAD_DIM,
@@ -77,14 +77,18 @@ def all_work(args) -> tuple[Works, dict[str, Piece], dict[tuple[int, str], Probl
     return works, pieces, posed
 
 
-def prepare(args) -> dict[str, Piece]:
+def prepare(args) -> dict[str, Order]:
     """Chooses pieces, writes them in the order of their worth, and says how long they should take."""
     works, pieces, _ = all_work(args)
     wanted = choose([(name, work) for (_, _, name), work in works.items()], pieces, first_fit())
-    chosen = {key: pieces[key] for key in wanted}
-    save_pieces(args.pieces, chosen)
-    table = np.array([features(piece) for piece in chosen.values()])
-    each = sum(first_fit().microseconds(table, which) for which in ("forward", "backward"))
+    chosen = {key: Order(pieces[key], tuple(sorted(passes))) for key, passes in wanted.items()}
+    save_orders(args.pieces, chosen)
+    table = np.array([features(order.piece) for order in chosen.values()])
+    each = sum(
+        first_fit().microseconds(table, which)
+        * [which in order.passes for order in chosen.values()]
+        for which in FLOPS_PER_PAIR
+    )
     seconds = (np.minimum(4 * each, 2 * each + 9000) + 15000).sum() / 1e6
     print(f"{len(chosen)} of {len(pieces)} pieces, about {seconds:.0f} s, in {args.pieces}")
     return chosen
@@ -92,16 +96,16 @@ def prepare(args) -> dict[str, Piece]:
 
 def time_on_gpu(args) -> None:
     """Times the prepared pieces, or prepares them first."""
-    chosen = load_pieces(args.pieces) if args.pieces.exists() else prepare(args)
-    found = time_pieces(chosen, args.budget_s, args.implementation)
+    chosen = load_orders(args.pieces) if args.pieces.exists() else prepare(args)
+    found = time_orders(chosen, args.budget_s, args.implementation)
     content = {
         "what": "microseconds of kernel calls by piece; see scaling_work.Piece.key",
         "implementation": args.implementation or "default",
         "pieces": {
             key: {
                 **{which: round(us, 1) for which, us in times.items()},
-                "area": chosen[key].area,
-                "heads": chosen[key].heads,
+                "area": chosen[key].piece.area,
+                "heads": chosen[key].piece.heads,
             }
             for key, times in found.items()
         },
@@ -116,22 +120,23 @@ def simulate(args) -> None:
     for source in sources:
         timed.update(source["pieces"])
     works, pieces, posed = all_work(args)
-    known = [key for key in timed if key in pieces]
+    known = {key: features(pieces[key]) for key in timed if key in pieces}
     fitted = fit(
-        np.array([features(pieces[key]) for key in known]),
-        {which: np.array([timed[key][which] for key in known]) for which in FLOPS_PER_PAIR},
+        {
+            which: [(known[key], timed[key][which]) for key in known if which in timed[key]]
+            for which in FLOPS_PER_PAIR
+        }
     )
     machine = Machine()
     rows = []
     for (cp, mask, name), work in works.items():
         times, measured = kernel_times(work, pieces, timed, fitted)
         row = {"cp": cp, "mask": mask, "strategy": name, "measured": round(measured, 3)}
-        kernel = {w: getattr(times, w).sum(axis=1) for w in ("forward", "backward")}
         for which, step in step_us(name, work, times, cp, machine).items():
             flops = FLOPS_PER_PAIR[which] * posed[cp, mask].mask.area * NUM_HEADS * HEAD_DIM
             row[which] = round(flops / cp / step / 1e6, 1)
             row[f"{which}_us"] = round(step, 1)
-            row[f"{which}_kernel_us"] = round(float(kernel[which].max()), 1)
+            row[f"{which}_kernel_us"] = round(float(times.kernel_us(which).max()), 1)
         rows.append(row)
     content = {
         "what": "simulated TFLOP/s per GPU; kernels timed on one GPU, transfers modelled",
@@ -154,23 +159,28 @@ def kernel_times(
     work: Work, pieces: dict[str, Piece], timed: dict[str, dict], fitted: Fit
 ) -> tuple[Times, float]:
     """Times of all calls of a work, and the share of their sum that was measured."""
-    names = [key for key in np.unique(work.calls) if key]
-    missing = [key for key in names if key not in timed]
-    guessed = {}
-    if missing:
-        table = np.array([features(pieces[key]) for key in missing])
-        both = [fitted.microseconds(table, which) for which in ("forward", "backward")]
-        guessed = {
-            key: {"forward": f, "backward": b} for key, f, b in zip(missing, *both, strict=True)
-        }
-    known = {**guessed, **{key: timed[key] for key in names if key in timed}}
-    parts = [
-        np.array([[known[key][which] if key else 0.0 for key in row] for row in work.calls])
-        for which in ("forward", "backward")
-    ]
-    total = sum(part.sum() for part in parts)
-    is_timed = np.isin(work.calls, [key for key in names if key in timed])
-    return Times(*parts), float(sum(part[is_timed].sum() for part in parts) / max(total, 1e-9))
+    measured_us = total_us = 0.0
+
+    def times_of(calls: np.ndarray, which: str) -> np.ndarray:
+        nonlocal measured_us, total_us
+        names, place = np.unique(calls, return_inverse=True)
+        is_timed = np.array([which in timed.get(key, {}) for key in names])
+        us = np.zeros(len(names))
+        for index, key in enumerate(names):
+            if is_timed[index]:
+                us[index] = timed[key][which]
+            elif key:
+                us[index] = fitted.microseconds(features(pieces[key]), which)
+        found = us[place].reshape(calls.shape)
+        total_us += found.sum()
+        measured_us += found[is_timed[place].reshape(calls.shape)].sum()
+        return found
+
+    times = Times(times_of(work.calls, "forward"), times_of(work.backward_calls, "backward"))
+    if work.travel_calls is not None:
+        travel = [times_of(work.travel_calls, which) for which in FLOPS_PER_PAIR]
+        times = times._replace(travel_forward=travel[0], travel_backward=travel[1])
+    return times, measured_us / max(total_us, 1e-9)
 
 
 def print_table(rows: list[dict]) -> None:

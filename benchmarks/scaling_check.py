@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from provenance import RESULTS, save
-from scaling_model import Machine, Times, staged_us
+from scaling_model import Machine, Moves, Times, staged_us
 from scaling_time import Bench
 from scaling_work import (
     FLOPS_PER_PAIR,
@@ -31,7 +31,7 @@ from timing import seconds
 
 from magi_jax import DistOptions, dist_attention, group_cast, group_reduce
 from magi_jax.ops import get_implementation
-from magi_jax.plan import AttentionPlan, PlanConfig, make_plan
+from magi_jax.plan import AttentionPlan, CommMeta, PlanConfig, make_plan
 
 MASKS = ("full", "causal", "varlen_full", "varlen_causal", "swa_causal", "prefix_lm")
 ROWS = PartitionSpec("cp")
@@ -66,29 +66,34 @@ def check(problem: Problem, mesh, bench: Bench, args) -> dict:
     ranks = mesh.size
     pieces: dict = {}
     work = make_work(OURS, problem, ranks, pieces)
-    timed = {key: bench.measure(piece) for key, piece in pieces.items()}
+    timed = {key: bench.measure(piece, FLOPS_PER_PAIR) for key, piece in pieces.items()}
     times = Times(
         *(
-            np.array([[timed[key][which] if key else 0.0 for key in row] for row in work.calls])
-            for which in FLOPS_PER_PAIR
+            np.array([[timed[key][which] if key else 0.0 for key in row] for row in calls])
+            for which, calls in (("forward", work.calls), ("backward", work.backward_calls))
         )
     )
     plan = make_plan(problem.mask, ranks, PlanConfig(ranks_per_node=ranks))
+    if plan.travel is not None:
+        raise ValueError("this check is for masks whose queries do not travel")
     plan = jax.device_put(plan, NamedSharding(mesh, ROWS))
     options = DistOptions(transport=args.transport)
-    cast_us, reduce_us = transfers(plan, mesh, options)
-    spread = np.ones((1, ranks))
-    moves = cast_us[:, None] * spread, reduce_us[:, None] * spread
+    moves = {
+        "forward": transfers(plan.forward_stages.comm, mesh, options),
+        "backward": transfers(plan.backward_stages.comm, mesh, options),
+    }
     predicted = staged_us(work, times, moves, Machine())
     measured = steps(plan, mesh, bench, options)
-    result = {"cast_us": cast_us.tolist(), "reduce_us": reduce_us.tolist()}
+    result: dict = {}
     for which, per_pair in FLOPS_PER_PAIR.items():
         flops = per_pair * problem.mask.area * NUM_HEADS * HEAD_DIM / ranks
+        result[f"{which}_cast_us"] = moves[which].cast[:, 0].tolist()
         result[f"{which}_us"] = measured[which]
         result[f"{which}_predicted_us"] = predicted[which]
         result[f"{which}_error"] = predicted[which] / measured[which] - 1
         result[which] = flops / measured[which] / 1e6
-        result[f"{which}_kernel_us"] = float(getattr(times, which).sum(axis=1).max())
+        result[f"{which}_kernel_us"] = float(times.kernel_us(which).max())
+    result["reduce_us"] = moves["backward"].reduce[:, 0].tolist()
     return result
 
 
@@ -118,11 +123,11 @@ def steps(plan: AttentionPlan, mesh, bench: Bench, options: DistOptions) -> dict
     }
 
 
-def transfers(plan: AttentionPlan, mesh, options: DistOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Microseconds of the cast and of the reduce of each remote stage, alone."""
-    rows = plan.cp_size * plan.spec.local_len
+def transfers(comms: tuple[CommMeta, ...], mesh, options: DistOptions) -> Moves:
+    """Microseconds of the cast and of the reduce of each remote stage, alone, the same on all ranks."""
     casts, reduces = [], []
-    for comm in plan.comm:
+    for comm in comms:
+        rows = mesh.size * comm.src_rows
 
         def cast(kv, comm):
             return group_cast(kv, comm, "cp", transport=options.transport)
@@ -138,12 +143,13 @@ def transfers(plan: AttentionPlan, mesh, options: DistOptions) -> tuple[np.ndarr
         shape = NUM_KV_HEADS, HEAD_DIM
         place = NamedSharding(mesh, ROWS)
         kv = [jax.device_put(jnp.ones((rows, *shape), jnp.bfloat16), place) for _ in range(2)]
-        received = plan.cp_size * comm.dst_rows
+        received = mesh.size * comm.dst_rows
         dkv = [jax.device_put(jnp.ones((received, *shape), jnp.float32), place) for _ in range(2)]
         casting, reducing = over(cast), over(reduce)
         casts.append(1e6 * seconds(lambda c=casting, kv=kv, m=comm: c(kv, m), budget_s=0.05))
         reduces.append(1e6 * seconds(lambda r=reducing, d=dkv, m=comm: r(d, m), budget_s=0.05))
-    return np.array(casts), np.array(reduces)
+    spread = np.ones((1, mesh.size))
+    return Moves(np.array(casts)[:, None] * spread, np.array(reduces)[:, None] * spread)
 
 
 if __name__ == "__main__":

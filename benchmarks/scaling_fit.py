@@ -57,17 +57,20 @@ def first_fit() -> Fit:
     return Fit(weights, {which: (0.0, 0.0) for which in weights})
 
 
-def fit(all_features: np.ndarray, times_us: dict[str, np.ndarray]) -> Fit:
+def fit(timed: dict[str, list[tuple[np.ndarray, float]]]) -> Fit:
     """Least squares of relative errors with weights that are not negative.
 
     Args:
-        all_features: ``[pieces, 5]`` of the timed pieces.
-        times_us: their times ``[pieces]``, by pass.
+        timed: features and microseconds of the timed pieces, by pass.
     """
     weights, errors = {}, {}
-    for which, times in times_us.items():
-        solution, _ = nnls(all_features / times[:, None], np.ones(len(times)))
-        off = np.abs(all_features @ solution / times - 1)
-        weights[which] = solution
+    for which, points in timed.items():
+        if not points:
+            raise ValueError(
+                f"no {which} pass of these problems was timed, so nothing can be fitted"
+            )
+        table, times = (np.array(column) for column in zip(*points, strict=True))
+        weights[which], _ = nnls(table / times[:, None], np.ones(len(times)))
+        off = np.abs(table @ weights[which] / times - 1)
         errors[which] = tuple(float(x) for x in np.percentile(off, [50, 95]))
     return Fit(weights, errors)

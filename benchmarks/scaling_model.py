@@ -40,16 +40,28 @@ class Machine(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Kernel times of each call, microseconds ``[groups, steps]``, 0 where there is none."""
+    """Kernel times of each call, microseconds ``[groups, steps]``, 0 where there is none.
+
+    Attributes:
+        forward, backward: of the two passes.
+        travel_forward, travel_backward: of serving travelling queries, ``[ranks]``, if any travel.
+    """
 
     forward: np.ndarray
     backward: np.ndarray
+    travel_forward: np.ndarray | None = None
+    travel_backward: np.ndarray | None = None
+
+    def kernel_us(self, which: str) -> np.ndarray:
+        """All kernels of each group in a pass."""
+        travel = getattr(self, f"travel_{which}")
+        return getattr(self, which).sum(axis=1) + (0.0 if travel is None else travel)
 
 
 def step_us(name: str, work: Work, times: Times, num_ranks: int, machine: Machine) -> dict:
     """Microseconds of the slowest rank, ``{"forward": .., "backward": ..}``."""
     if work.traffic is not None:
-        return staged_us(work, times, _our_moves(work, machine), machine)
+        return staged_us(work, times, our_moves(work, machine), machine)
     strategy = strategies.make(name, num_ranks, NODE)
     if isinstance(strategy, strategies.HeadRing):
         return {
@@ -72,11 +84,25 @@ def step_us(name: str, work: Work, times: Times, num_ranks: int, machine: Machin
         moves = moves[1:]
     else:  # nothing to compute before the first keys arrive
         nothing = np.zeros((num_ranks, 1))
-        times = Times(*(np.concatenate([nothing, t], axis=1) for t in times))
-    return staged_us(work, times, (moves, moves), machine, merged=False)
+        both = (np.concatenate([nothing, t], axis=1) for t in (times.forward, times.backward))
+        times = Times(*both)
+    both_ways = {"forward": Moves(moves), "backward": Moves(moves, moves)}
+    return staged_us(work, times, both_ways, machine, merged=False)
 
 
-def _our_moves(work: Work, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
+class Moves(NamedTuple):
+    """Microseconds of casts and reduces ``[stages, ranks]``, and of travelling queries ``[ranks]``."""
+
+    cast: np.ndarray
+    reduce: np.ndarray | None = None
+    travel_out: np.ndarray | None = None
+    travel_back: np.ndarray | None = None
+
+
+def our_moves(work: Work, machine: Machine) -> dict[str, Moves]:
+    """Transfers of a plan by pass."""
+    ranks = work.traffic.shape[1]
+    node = min(machine.node, ranks)
     model = CostModel(
         num_heads=NUM_HEADS,
         num_kv_heads=NUM_KV_HEADS,
@@ -84,31 +110,42 @@ def _our_moves(work: Work, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
         grad_bytes=machine.grad_bytes,
         link_gbps=machine.near / 1e3,
         node_link_gbps=machine.far / 1e3,
-        latency_us=machine.far_latency_us
-        if len(work.traffic[0]) > NODE
-        else machine.near_latency_us,
+        latency_us=machine.far_latency_us if ranks > NODE else machine.near_latency_us,
     )
-    rows = timeline.link_rows(work.traffic, min(machine.node, work.traffic.shape[1]))
-    return model.cast_us(*rows), model.reduce_us(*rows)
+    moves = {}
+    for which, traffic in (("forward", work.traffic), ("backward", work.backward_traffic)):
+        rows = timeline.link_rows(traffic, node)
+        moves[which] = Moves(model.cast_us(*rows), model.reduce_us(*rows))
+        if work.travel_traffic is not None:
+            rows = timeline.link_rows(work.travel_traffic, node)
+            out, back = (
+                model.move_us(*rows, size) for size in model.travel_bytes(which == "backward")
+            )
+            moves[which] = moves[which]._replace(travel_out=out, travel_back=back)
+    return moves
 
 
-def staged_us(work, times: Times, moves, machine: Machine, merged: bool = True) -> dict:
+def staged_us(
+    work: Work, times: Times, moves: dict[str, Moves], machine: Machine, merged: bool = True
+) -> dict[str, float]:
     """Ours, and the hybrid strategy: casts one stage ahead, reduces behind.
 
-    The forward kernel merges by itself; dQ is added up by XLA.
+    The forward kernel merges by itself; dQ is added up by XLA, and so is what travelling queries bring.
     """
-    cast_us, reduce_us = moves
-    cast, reduce = np.asarray(cast_us), np.asarray(reduce_us)
-    merge_us = 3 * 4 * work.rows * NUM_HEADS * HEAD_DIM / machine.memory if merged else 0.0
+    add_us = 3 * 4 * work.rows * NUM_HEADS * HEAD_DIM / machine.memory if merged else 0.0
     ends = {}
-    for which, kernels, merge in (
-        ("forward", times.forward, 0.0), ("backward", times.backward, merge_us)
-    ):  # fmt: skip
-        back = reduce if which == "backward" else np.zeros_like(reduce)
-        stages = timeline.DirectionWork(kernels.T, cast, back, merge)
-        ends[which] = timeline.simulate(stages).predicted_us
+    for which, cast in (("forward", 0.0), ("backward", add_us)):
+        kernels, move = getattr(times, which), moves[which]
+        back = np.zeros_like(move.cast) if which == "forward" else move.reduce
+        travel, returned = getattr(times, f"travel_{which}"), 0.0
+        if travel is not None:
+            travel = timeline.TravelWork(move.travel_out, travel, move.travel_back)
+            returned = add_us - cast  # counted by the timeline where stages are merged by XLA
+        stages = timeline.DirectionWork(kernels.T, move.cast, back, cast, travel)
+        ends[which] = timeline.simulate(stages).predicted_us + returned
     # The last cast to bfloat16, after several stages; and what backward adds to its kernels.
-    ends["forward"] += _cast_us(work.rows, machine) if merged and len(cast) else 0.0
+    several = merged and len(moves["forward"].cast)
+    ends["forward"] += _cast_us(work.rows, machine) if several else 0.0
     ends["backward"] += _tail_us(work.rows, machine)
     return ends
 

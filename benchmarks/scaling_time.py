@@ -1,6 +1,5 @@
 """Times pieces of work on one GPU, and chooses which of them are worth its time."""
 
-import itertools
 import pathlib
 import time
 from collections.abc import Iterable
@@ -10,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from scaling_fit import Fit, features
-from scaling_work import HEAD_DIM, OURS, Piece, Work
+from scaling_work import FLOPS_PER_PAIR, HEAD_DIM, OURS, Piece, Work
 from timing import matmul_tflops
 
 from magi_jax.ops import get_implementation
-from magi_jax.plan.slice_table import build_table, exact_spec, pad_table
+from magi_jax.plan.slice_table import build_table, exact_spec
 from magi_jax.plan.spec import TableSpec, bucket
 from magi_jax.plan.tables import SliceTable
 
@@ -22,31 +21,47 @@ BLOCK = 64  # pieces between two looks at the pace of the card
 SLOW = 0.8  # of the fastest pace that was seen; below, times are not used
 
 
-def choose(works: Iterable[tuple[str, Work]], pieces: dict[str, Piece], fit: Fit) -> list[str]:
-    """Names of pieces in the order of their worth.
+def choose(
+    works: Iterable[tuple[str, Work]], pieces: dict[str, Piece], fit: Fit
+) -> dict[str, set[str]]:
+    """Names of pieces in the order of their worth, and the passes that each is wanted for.
 
     Ours first: all calls of the three slowest ranks and of two more. Then, of each other strategy, the calls
     of the slowest rank, or for rings the four slowest calls; then two more of each drawn at random.
     """
     rng = np.random.default_rng(0)
-    rounds: tuple[list[str], list[str], list[str]] = ([], [], [])
+    rounds: tuple[dict, dict, dict] = ({}, {}, {})
     predicted = predict(pieces, fit)
+
+    def want(turn: int, names: np.ndarray, *passes: str) -> None:
+        for key in filter(None, np.ravel(names).tolist()):
+            rounds[turn].setdefault(key, set()).update(passes)
+
+    def cost_of(calls: np.ndarray) -> np.ndarray:
+        return np.array([[predicted.get(key, 0.0) for key in row] for row in calls])
+
     for name, work in works:
-        cost = np.array([[predicted.get(key, 0.0) for key in row] for row in work.calls])
+        cost = cost_of(work.calls)
         by_rank = np.argsort(-cost.sum(axis=1), kind="stable")
         if name == OURS:
             sampled = [*by_rank[:3], *rng.permutation(by_rank[3:])[:2]]
-            rounds[0].extend(work.calls[sampled].ravel())
-            continue
-        if work.level_sizes or cost.shape[1] == 1:
-            rounds[1].extend(work.calls[by_rank[0]])
-            rounds[2].extend(work.calls[rng.permutation(by_rank[1:])[:1]].ravel())
-            continue
-        keys, first = np.unique(work.calls, return_index=True)
-        slowest = keys[np.argsort(-cost.ravel()[first], kind="stable")]
-        rounds[1].extend(slowest[:4])
-        rounds[2].extend(rng.permutation(slowest[4:])[:2])
-    return [key for key in dict.fromkeys(itertools.chain(*rounds)) if key]
+            want(0, work.calls[sampled], "forward")
+            want(0, work.backward_calls[sampled], "backward")
+            if work.travel_calls is not None:
+                want(0, work.travel_calls[sampled], *FLOPS_PER_PAIR)
+        elif work.level_sizes or cost.shape[1] == 1:
+            want(1, work.calls[by_rank[0]], *FLOPS_PER_PAIR)
+            want(2, work.calls[rng.permutation(by_rank[1:])[:1]], *FLOPS_PER_PAIR)
+        else:
+            keys, first = np.unique(work.calls, return_index=True)
+            slowest = keys[np.argsort(-cost.ravel()[first], kind="stable")]
+            want(1, slowest[:4], *FLOPS_PER_PAIR)
+            want(2, rng.permutation(slowest[4:])[:2], *FLOPS_PER_PAIR)
+    wanted: dict[str, set[str]] = {}
+    for turn in rounds:
+        for key, passes in turn.items():
+            wanted.setdefault(key, set()).update(passes)
+    return wanted
 
 
 def predict(pieces: dict[str, Piece], fit: Fit) -> dict[str, float]:
@@ -54,42 +69,54 @@ def predict(pieces: dict[str, Piece], fit: Fit) -> dict[str, float]:
     if not pieces:
         return {}
     table = np.array([features(piece) for piece in pieces.values()])
-    total = sum(fit.microseconds(table, which) for which in ("forward", "backward"))
+    total = sum(fit.microseconds(table, which) for which in FLOPS_PER_PAIR)
     return dict(zip(pieces, total.tolist(), strict=True))
 
 
-def save_pieces(path: pathlib.Path, pieces: dict[str, Piece]) -> None:
-    """Writes pieces in their order; small enough to travel."""
+class Order(NamedTuple):
+    """A piece to time, and the passes that are wanted of it."""
+
+    piece: Piece
+    passes: tuple[str, ...]
+
+
+def save_orders(path: pathlib.Path, orders: dict[str, Order]) -> None:
+    """Writes orders as they come; small enough to travel."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    counts = [len(piece.slices) for piece in pieces.values()]
-    sizes = np.array([piece[1:] for piece in pieces.values()], dtype=object).astype(str)
-    rows = np.concatenate([piece.slices for piece in pieces.values()])
-    np.savez_compressed(path, rows=rows, counts=np.array(counts), sizes=sizes.astype("U8"))
+    pieces = [order.piece for order in orders.values()]
+    sizes = np.array([piece[1:] for piece in pieces], dtype=object).astype(str)
+    np.savez_compressed(
+        path,
+        rows=np.concatenate([piece.slices for piece in pieces]),
+        counts=np.array([len(piece.slices) for piece in pieces]),
+        sizes=sizes.astype("U8"),
+        passes=np.array([" ".join(order.passes) for order in orders.values()]),
+    )
 
 
-def load_pieces(path: pathlib.Path) -> dict[str, Piece]:
-    """The inverse of `save_pieces`."""
+def load_orders(path: pathlib.Path) -> dict[str, Order]:
+    """The inverse of `save_orders`."""
     with np.load(path) as stored:
         rows = np.split(stored["rows"], np.cumsum(stored["counts"])[:-1])
-        sizes = stored["sizes"].tolist()
-    pieces = [
-        Piece(slices, *(int(size) for size in entry[:4]), entry[4])
-        for slices, entry in zip(rows, sizes, strict=True)
+        sizes, passes = stored["sizes"].tolist(), stored["passes"].tolist()
+    orders = [
+        Order(Piece(slices, *(int(size) for size in entry[:4]), entry[4]), tuple(which.split()))
+        for slices, entry, which in zip(rows, sizes, passes, strict=True)
     ]
-    return {piece.key: piece for piece in pieces}
+    return {order.piece.key: order for order in orders}
 
 
-def time_pieces(
-    pieces: dict[str, Piece], budget_s: float, implementation: str | None
+def time_orders(
+    orders: dict[str, Order], budget_s: float, implementation: str | None
 ) -> dict[str, dict[str, float]]:
-    """Microseconds of forward and backward by piece, as many pieces as the budget allows.
+    """Microseconds of passes by piece, as many pieces as the budget allows.
 
     A card that others use, or that is hot, changes its pace: a matrix product between blocks of pieces tells.
     """
     started = time.perf_counter()
     bench = Bench(get_implementation(implementation))
     found: dict[str, dict[str, float]] = {}
-    waiting, fastest = list(pieces), 0.0
+    waiting, fastest = list(orders), 0.0
     while waiting:
         block, waiting = waiting[:BLOCK], waiting[BLOCK:]
         pace = [matmul_tflops()]
@@ -98,13 +125,13 @@ def time_pieces(
             if time.perf_counter() - started > budget_s:
                 waiting = []
                 break
-            times[key] = bench.measure(pieces[key])
+            times[key] = bench.measure(*orders[key])
         pace.append(matmul_tflops())
         fastest = max(fastest, *pace)
         for key, microseconds in times.items():
             found[key] = {**microseconds, "matmul": min(pace)}
         used = time.perf_counter() - started
-        print(f"{len(found)} of {len(pieces)}, {used:.0f} s, {bench.programs} programs,"
+        print(f"{len(found)} of {len(orders)}, {used:.0f} s, {bench.programs} programs,"
               f" matmul {pace[0]:.0f} to {pace[1]:.0f}", flush=True)  # fmt: skip
         if not waiting:  # again what was timed while the card was slow
             waiting = [key for key, t in found.items() if t["matmul"] < SLOW * fastest]
@@ -135,8 +162,8 @@ class Bench:
         """Shapes for which programs were made."""
         return len(self.made)
 
-    def measure(self, piece: Piece) -> dict[str, float]:
-        """Microseconds of the two passes."""
+    def measure(self, piece: Piece, passes: Iterable[str]) -> dict[str, float]:
+        """Microseconds of the given passes."""
         table = jax.device_put(device_table(piece))
         operands = self._operands(piece, table)
         merged = None
@@ -152,11 +179,12 @@ class Bench:
             state["result"] = forward(operands, table, given)
             return state["result"]
 
-        forward_us = mean_us(run_forward)
-        lse = state["result"][1]
-        jax.block_until_ready(backward(operands, lse, table))
-        backward_us = mean_us(lambda: backward(operands, lse, table))
-        return {"forward": forward_us, "backward": backward_us}
+        times = {"forward": mean_us(run_forward)} if "forward" in passes else {}
+        if "backward" in passes:
+            lse = state["result"][1]
+            jax.block_until_ready(backward(operands, lse, table))
+            times["backward"] = mean_us(lambda: backward(operands, lse, table))
+        return times
 
     def _operands(self, piece: Piece, table: SliceTable) -> Operands:
         q_shape = table.q_len, piece.heads, HEAD_DIM
@@ -209,10 +237,10 @@ def device_table(piece: Piece) -> SliceTable:
     q_len = piece.q_len if piece.q_len % 8192 == 0 else bucket(piece.q_len, 128)
     k_len = bucket(piece.k_len, 128)
     slices = piece.slices.astype(np.int64)
-    made = build_table(slices, np.zeros(len(slices), int), 1, q_len, k_len, 128, "compiled")
-    need = exact_spec(made)
+    sizes = slices, np.zeros(len(slices), np.int64), 1, q_len, k_len, 128, "compiled"
+    need = exact_spec(build_table(*sizes))
     capacities = need.slices, need.query_runs, need.query_ids, need.key_runs, need.key_ids
-    made = pad_table(made, TableSpec(q_len, k_len, 128, *map(_roomy, capacities)))
+    made = build_table(*sizes, TableSpec(q_len, k_len, 128, *map(_roomy, capacities)))
     return jax.tree.map(lambda leaf: leaf[0], made)
 
 

@@ -15,7 +15,7 @@ from planner_masks import FAMILIES
 from magi_jax import masks
 from magi_jax.masks import AttnMask, algebra, bands
 from magi_jax.plan import PlanConfig, make_plan
-from magi_jax.plan.tables import N_ROWS, PEER, CommMeta
+from magi_jax.plan.tables import N_ROWS, PEER, CommMeta, StageTables
 
 TOKENS_PER_RANK, NODE = 8192, 8
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 64, 8, 128
@@ -61,16 +61,24 @@ class Work(NamedTuple):
     """A strategy on one problem.
 
     Attributes:
-        calls: names of pieces, "" where there is nothing to do, ``[groups, steps]``; ranks of a group do the
-            same on other heads.
-        traffic: rows that travel in each remote stage, ``[stages, ranks, ranks]``; of our plans only.
+        calls: names of pieces of the forward pass, "" where there is nothing to do, ``[groups, steps]``;
+            ranks of a group do the same on other heads.
+        backward_calls: those of the backward pass, ``[groups, steps]``.
         rows: rows of each rank's buffer.
+        traffic, backward_traffic: rows that move in each remote stage, ``[stages, ranks, ranks]``; of our
+            plans only.
+        travel_calls: the piece of each rank that serves travelling queries, ``[ranks]``, if any travel.
+        travel_traffic: query rows that travel, ``[ranks, ranks]``.
         level_sizes, level_rows: group size and rows of each step of the hybrid strategy.
     """
 
     calls: np.ndarray
+    backward_calls: np.ndarray
+    rows: int
     traffic: np.ndarray | None = None
-    rows: int = 0
+    backward_traffic: np.ndarray | None = None
+    travel_calls: np.ndarray | None = None
+    travel_traffic: np.ndarray | None = None
     level_sizes: tuple[int, ...] = ()
     level_rows: tuple[int, ...] = ()
 
@@ -140,25 +148,40 @@ def make_work(name: str, problem: Problem, num_ranks: int, pieces: dict[str, Pie
         rows, groups = strategy.buffer_rows(problem), num_ranks // strategy.heads
         heads = max(NUM_HEADS // strategy.heads, 1), max(NUM_KV_HEADS // strategy.heads, 1)
         names = _add(pieces, strategy.cells(problem), groups * groups, (rows, rows, *heads))
-        return Work(names.reshape(groups, groups), rows=rows // strategy.heads)
+        names = names.reshape(groups, groups)
+        return Work(names, names, rows // strategy.heads)
     if isinstance(strategy, strategies.AllGather):
         rows = int(layouts.rows_held(strategy.layout(problem)).max())
         sizes = rows, problem.mask.k_len, NUM_HEADS, NUM_KV_HEADS
         names = _add(pieces, strategy.cells(problem), num_ranks, sizes)
-        return Work(names[:, None], rows=rows)
+        return Work(names[:, None], names[:, None], rows)
     return _hybrid_work(strategy, problem, pieces)
 
 
 def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece]) -> Work:
     config = PlanConfig(ranks_per_node=min(NODE, num_ranks))
     plan = make_plan(problem.mask, num_ranks, config)
-    calls = []
-    for stage, table in enumerate(plan.calc):
-        result = "merged" if stage else "first"
-        sizes = table.q_len, table.k_len, NUM_HEADS, NUM_KV_HEADS, result
-        calls.append(_add(pieces, _cells_of(table), num_ranks, sizes))
-    traffic = np.stack([_traffic(meta, num_ranks) for meta in plan.comm])
-    return Work(np.stack(calls, axis=1), traffic, plan.spec.local_len)
+
+    def calls_of(stages: StageTables) -> np.ndarray:
+        names = []
+        for stage, table in enumerate(stages.calc):
+            result = "merged" if stage else "first"
+            sizes = table.q_len, table.k_len, NUM_HEADS, NUM_KV_HEADS, result
+            names.append(_add(pieces, _cells_of(table), num_ranks, sizes))
+        return np.stack(names, axis=1)
+
+    def traffic_of(stages: StageTables) -> np.ndarray:
+        return np.stack([_traffic(meta, num_ranks) for meta in stages.comm])
+
+    directions = plan.forward_stages, plan.backward_stages
+    calls, traffic = [calls_of(s) for s in directions], [traffic_of(s) for s in directions]
+    work = Work(*calls, plan.spec.local_len, *traffic)
+    if plan.travel is None:
+        return work
+    table = plan.travel.calc
+    sizes = table.q_len, table.k_len, NUM_HEADS, NUM_KV_HEADS, "first"
+    names = _add(pieces, _cells_of(table), num_ranks, sizes)
+    return work._replace(travel_calls=names, travel_traffic=_traffic(plan.travel.comm, num_ranks))
 
 
 def _hybrid_work(strategy: Hybrid, problem: Problem, pieces: dict[str, Piece]) -> Work:
@@ -167,9 +190,11 @@ def _hybrid_work(strategy: Hybrid, problem: Problem, pieces: dict[str, Piece]) -
     for level in levels:
         sizes = level.rows.shape[1], level.key_order.shape[1], NUM_HEADS, NUM_KV_HEADS
         calls.append(_add(pieces, _cells_of(level.table), strategy.num_ranks, sizes))
+    names = np.stack(calls, axis=1)
     return Work(
-        np.stack(calls, axis=1),
-        rows=int(layouts.rows_held(strategy.layout(problem)).max()),
+        names,
+        names,
+        int(layouts.rows_held(strategy.layout(problem)).max()),
         level_sizes=tuple(level.size for level in levels),
         level_rows=tuple(level.rows.shape[1] for level in levels),
     )
