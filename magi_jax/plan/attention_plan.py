@@ -189,11 +189,10 @@ class AttentionPlan:
         if kind != OWN_KEYS:
             travelling = "never"
         ranges = travelling_ranges(travelling, mask.slices, frame, machine, spec)
-        work, choice = settle_work(
+        work = settle_work(
             mask.slices, ranges, layout, home, machine, engine, may_stay=travelling == "auto"
         )
-        choice = choice if overlap == "auto" else None
-        tables = lay_out_work(work, frame, overlap, spec, machine, choice)
+        tables = lay_out_work(work, frame, overlap, spec, machine)
         planning_ms = (time.perf_counter() - started) * 1e3
         return assemble(frame, dispatched, rolls, tables, planning_ms, kind)
 

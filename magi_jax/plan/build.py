@@ -53,14 +53,12 @@ def make_plan(
     ranges = travelling_ranges(config.travelling, mask.slices, frame, machine, spec)
     problem = _problem(mask.slices, ranges, frame, config)
     layout = dispatch.make_layout(STRATEGIES[config.dispatch](problem), cp_size)
-    work, choice = settle_work(
+    work = settle_work(
         mask.slices, ranges, layout, Keys(layout, frame.local_len), machine, config.engine,
         may_stay=config.travelling == "auto",
     )  # fmt: skip
     dispatched, rolls = lay_out_dispatch(layout, frame, spec, config.engine)
-    if config.overlap != "auto":
-        choice = None
-    tables = lay_out_work(work, frame, config.overlap, spec, machine, choice)
+    tables = lay_out_work(work, frame, config.overlap, spec, machine)
     planning_ms = (time.perf_counter() - started) * 1e3
     return assemble(frame, dispatched, rolls, tables, planning_ms)
 

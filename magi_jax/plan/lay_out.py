@@ -10,7 +10,7 @@ from magi_jax.plan.spec import MIN_BUFFER_ROWS, MIN_SEGMENTS, CommSpec, PlanSpec
 from magi_jax.plan.tables import CommMeta, DispatchMeta
 from magi_jax.solver import transfer
 from magi_jax.solver.dispatch import Layout
-from magi_jax.solver.slice_table import split_by_part
+from magi_jax.solver.slice_table import split_by_part, split_parts
 
 
 def lay_out_dispatch(
@@ -87,18 +87,19 @@ def comm_meta(
         tables.self_rows,
         int(max(counts)),
     )
-    spec = wanted
-    if spec is None:
+    if wanted is None:
         spec = needed.rounded()
         most = max(spec.src_rows, 1)  # no pair shares more rows than the source has
         spec = dataclasses.replace(
             spec, pair_rows=min(spec.pair_rows, most), self_rows=min(spec.self_rows, most)
         )
-    if problem := spec.shortfall(needed, path):
-        raise does_not_fit(problem)
-    size, padding = spec.pieces, padding_piece(spec)
-    send = split_by_part(tables.send, tables.send_rank, spec.cp_size, size, padding)
-    recv = split_by_part(tables.recv, tables.recv_rank, spec.cp_size, size, padding)
+    else:
+        spec = wanted
+        if problem := spec.shortfall(needed, path):
+            raise does_not_fit(problem)
+    shape = spec.cp_size, spec.pieces, padding_piece(spec)
+    send = split_parts(engine, tables.send, tables.send_rank, *shape)
+    recv = split_parts(engine, tables.recv, tables.recv_rank, *shape)
     return CommMeta(send, recv, spec)
 
 

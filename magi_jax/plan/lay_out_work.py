@@ -10,7 +10,7 @@ from magi_jax.plan.slice_table import build_table, empty_table, exact_spec
 from magi_jax.plan.spec import CommSpec, PlanSpec, StagesSpec, TableSpec, TravelSpec
 from magi_jax.plan.tables import SliceTable, StageTables, TravelTables
 from magi_jax.solver import transfer
-from magi_jax.solver.overlap import Choice, Counts, Machine, choose_stages
+from magi_jax.solver.overlap import Counts, Machine, choose_stages
 from magi_jax.solver.stages import Staged, StageSlices
 from magi_jax.solver.work import Travel, Work
 
@@ -32,7 +32,6 @@ def lay_out_work(
     overlap: Overlap,
     spec: PlanSpec | None,
     machine: Machine,
-    choice: Choice | None = None,
 ) -> WorkTables:
     """Chooses stages and lays everything out.
 
@@ -42,7 +41,6 @@ def lay_out_work(
         overlap: number of remote stages.
         spec: sizes to lay out in; settles what ``overlap`` leaves open.
         machine: what to predict times for.
-        choice: stages, where they are chosen already.
 
     Raises:
         ValueError: the work does not fit ``spec``.
@@ -51,12 +49,13 @@ def lay_out_work(
     counts = _counts(overlap, work)
     if spec is not None:
         return WorkTables(*_lay_out_in(work, frame, counts, spec), travel)
-    if choice is None:
-        choice = choose_stages(work, frame.local_len, machine, counts)
+    choice = choose_stages(work, frame.local_len, machine, counts)
     forward = _lay_out_stages(choice.forward, work, frame, None)
     if choice.backward is choice.forward:
         return WorkTables(forward, None, travel)
-    return WorkTables(forward, _lay_out_stages(choice.backward, work, frame, None), travel)
+    # The local stage is the same however many others there are.
+    backward = _lay_out_stages(choice.backward, work, frame, None, local=forward.calc[0])
+    return WorkTables(forward, backward, travel)
 
 
 def _counts(overlap: Overlap, work: Work) -> Counts:
@@ -108,9 +107,16 @@ def _fit_stages(
 
 
 def _lay_out_stages(
-    staged: Staged, work: Work, frame: Frame, spec: StagesSpec | None, path: str = "spec"
+    staged: Staged,
+    work: Work,
+    frame: Frame,
+    spec: StagesSpec | None,
+    path: str = "spec",
+    local: SliceTable | None = None,
 ) -> StageTables:
-    """Tables of the stages of one direction; stages that only the spec has stay empty."""
+    """Tables of the stages of one direction; stages that only the spec has stay empty. ``local`` is that
+    of stage 0, if it is there already.
+    """
     count = staged.num_remote_stages
     comm = [
         comm_meta(
@@ -124,7 +130,9 @@ def _lay_out_stages(
     ]
     buffers = (work.keys.local_len, *(meta.dst_rows for meta in comm))
     calc = [
-        _table(
+        local
+        if i == 0 and local is not None
+        else _table(
             stage,
             frame,
             (frame.local_len, buffers[i]),

@@ -101,13 +101,14 @@ def _works(
     works = []
     for backward, stages in enumerate((plan.forward_stages, plan.backward_stages)):
         slices = [_stage_slices(table) for table in stages.calc]
+        shapes = timeline.shapes_of(slices, plan.cp_size, model)
         travel = None
         if plan.travel is not None and moved.any():
             away = _stage_slices(plan.travel.calc)
             travel = timeline.travel_work(away, moved, per_node, model, bool(backward))
         rows = _traffic(stages.comm, plan.cp_size)
         sizes = plan.spec.local_len, per_node, model, bool(backward)
-        works.append(timeline.direction_work(slices, rows, *sizes, travel))
+        works.append(timeline.direction_work(shapes, rows, *sizes, travel))
     return works
 
 

@@ -9,6 +9,8 @@ from magi_jax.plan.tables import SliceTable
 from magi_jax.solver import slice_table as solver
 from magi_jax.solver.slice_table import TileRuns
 
+NO_SLICE = np.zeros(bands.NUM_COLUMNS, np.int64)
+
 
 def slice_table(
     mask: AttnMask, *, tile_size: int = solver.TILE_SIZE, spec: TableSpec | None = None
@@ -73,7 +75,7 @@ def build_table(
     walk = solver.ENGINES[engine]
     needed = int(np.bincount(part, minlength=1).max())
     table = SliceTable(
-        solver.split_by_part(slices, part, num_parts, room("slices")(needed)),
+        solver.split_parts(engine, slices, part, num_parts, room("slices")(needed), NO_SLICE),
         walk(slices, part, num_parts, q_len, tile_size, room("query_runs"), room("query_ids")),
         walk(
             bands.transpose(slices), part, num_parts, k_len, tile_size,

@@ -5,7 +5,7 @@ import numpy as np
 from magi_jax.plan.frame import Frame
 from magi_jax.plan.spec import PlanSpec
 from magi_jax.solver.dispatch import Layout, chunk_edges
-from magi_jax.solver.overlap import Choice, Machine, choose_stages
+from magi_jax.solver.overlap import Machine, choose_stages
 from magi_jax.solver.travelling import NO_RANGES, Ranges, choose_ranges, split_slices
 from magi_jax.solver.work import Keys, Work, find_work
 
@@ -33,7 +33,7 @@ def travelling_ranges(
         return NO_RANGES
     if travelling == "auto":
         edges = chunk_edges(frame.seq_len, frame.chunk_size)
-        per_node = min(machine.ranks_per_node or frame.cp_size, frame.cp_size)
+        per_node = machine.node_of(frame.cp_size)
         return choose_ranges(slices, edges, frame.cp_size, per_node, machine.cost_model)
     begin, end = np.array(travelling, np.int64).reshape(-1, 2).T
     return Ranges(begin, end)
@@ -47,8 +47,8 @@ def settle_work(
     machine: Machine,
     engine: str,
     may_stay: bool,
-) -> tuple[Work, Choice | None]:
-    """The work of a layout, and its stages where finding it has chosen them.
+) -> Work:
+    """The work of a layout.
 
     Args:
         slices: tight visible slices ``[A, 6]``.
@@ -62,9 +62,10 @@ def settle_work(
     home, travelling = split_slices(slices, ranges)
     work = find_work(home, travelling, layout, keys, engine)
     if not len(travelling) or not may_stay or layout.cp_size == 1:
-        return work, None
+        return work
     stay = find_work(slices, slices[:0], layout, keys, engine)
-    choices = [choose_stages(each, keys.local_len, machine) for each in (work, stay)]
-    if choices[0].predicted_us <= choices[1].predicted_us:
-        return work, choices[0]
-    return stay, choices[1]
+    # With one stage, which tells them apart well enough: whole tables of both would cost too much.
+    times_us = [
+        choose_stages(each, keys.local_len, machine, (1, 1)).predicted_us for each in (work, stay)
+    ]
+    return work if times_us[0] <= times_us[1] else stay

@@ -21,6 +21,10 @@ class Machine(NamedTuple):
     ranks_per_node: int | None = None
     cost_model: CostModel = CostModel()
 
+    def node_of(self, cp_size: int) -> int:
+        """Ranks of a node."""
+        return min(self.ranks_per_node or cp_size, cp_size)
+
 
 class Choice(NamedTuple):
     """Stages of both directions, and the times that are predicted for them together.
@@ -49,46 +53,65 @@ def choose_stages(
         machine: what to predict for.
         counts: numbers of stages that are settled; 0 on one rank.
     """
-    cp_size, model = work.layout.cp_size, machine.cost_model
-    per_node = machine.ranks_per_node or cp_size
-    whole = traffic(work.far, 1, cp_size)
-    staged: dict[int, Staged] = {}
-    chosen: list[Staged] = []
+    chosen: list[_Option] = []
+    options: dict[int, _Option] = {}
     total_us = 0.0
     for backward, settled in zip((False, True), counts, strict=True):
-        options = range(1, MOST_STAGES + 1) if settled is None else (settled,)
-        if settled is None and _is_vain(whole, local_len, per_node, model, backward):
-            options = (1,)
-        for count in options:
-            if count not in staged:
-                staged[count] = work.staged(count)
-        moved = None
-        if work.travel is not None:
-            rows = traffic(work.travel.moved, 1, cp_size)[0]
-            moved = timeline.travel_work(work.travel.away, rows, per_node, model, backward)
-        times_us = {
-            count: timeline.simulate(
-                timeline.direction_work(
-                    staged[count].slices, traffic(staged[count].remote, count, cp_size), local_len,
-                    per_node, model, backward, moved,
-                )
-            ).predicted_us
-            for count in options
-        }  # fmt: skip
-        best = min(options, key=times_us.__getitem__)
-        chosen.append(staged[best])
+        tried = range(1, MOST_STAGES + 1) if settled is None else (settled,)
+        if settled is None and _is_vain(work, local_len, machine, backward):
+            tried = (1,)
+        for count in tried:
+            if count not in options:
+                options[count] = _Option.make(work, count, machine)
+        travel = _travel_work(work, machine, backward)
+        times_us = {n: options[n].predict(local_len, machine, backward, travel) for n in tried}
+        best = min(tried, key=times_us.__getitem__)
+        chosen.append(options[best])
         total_us += times_us[best]
     forward, backward_too = chosen
-    return Choice(forward, backward_too, total_us)
+    return Choice(forward.staged, backward_too.staged, total_us)
 
 
-def _is_vain(
-    whole: np.ndarray, local_len: int, per_node: int, model: CostModel, backward: bool
-) -> bool:
+class _Option(NamedTuple):
+    """One number of stages, with what both directions' times depend on."""
+
+    staged: Staged
+    traffic: np.ndarray
+    shapes: timeline.Shapes
+
+    @classmethod
+    def make(cls, work: Work, count: int, machine: Machine) -> "_Option":
+        staged, cp_size = work.staged(count), work.layout.cp_size
+        rows = traffic(staged.remote, count, cp_size)
+        return cls(staged, rows, timeline.shapes_of(staged.slices, cp_size, machine.cost_model))
+
+    def predict(
+        self,
+        local_len: int,
+        machine: Machine,
+        backward: bool,
+        travel: timeline.TravelWork | None,
+    ) -> float:
+        sizes = local_len, machine.node_of(self.shapes.cp_size), machine.cost_model
+        work = timeline.direction_work(self.shapes, self.traffic, *sizes, backward, travel)
+        return timeline.simulate(work).predicted_us
+
+
+def _travel_work(work: Work, machine: Machine, backward: bool) -> timeline.TravelWork | None:
+    if work.travel is None:
+        return None
+    cp_size = work.layout.cp_size
+    rows = traffic(work.travel.moved, 1, cp_size)[0]
+    sizes = machine.node_of(cp_size), machine.cost_model
+    return timeline.travel_work(work.travel.away, rows, *sizes, backward)
+
+
+def _is_vain(work: Work, local_len: int, machine: Machine, backward: bool) -> bool:
     """Whether one remote stage is best whatever the kernels take: all that a second could hide is less
     than what merging it costs.
     """
-    rows = timeline.link_rows(whole, per_node)
+    cp_size, model = work.layout.cp_size, machine.cost_model
+    rows = timeline.link_rows(traffic(work.far, 1, cp_size), machine.node_of(cp_size))
     hidden_us = model.cast_us(*rows).max(initial=0.0)
     if backward:
         hidden_us += model.reduce_us(*rows).max(initial=0.0)

@@ -136,6 +136,15 @@ def _padded(rows, part, num_parts: int, rounding: Rounding | None) -> np.ndarray
 ENGINES = MappingProxyType({"numpy": tile_runs, "compiled": compiled_tile_runs})
 
 
+def split_parts(
+    engine: str, rows: np.ndarray, part: np.ndarray, num_parts: int, size: int, fill: np.ndarray
+) -> np.ndarray:
+    """`split_by_part` of rows ``[N, W]``, by either engine."""
+    if engine == "numpy":
+        return split_by_part(rows, part, num_parts, size, fill)
+    return compiled().split_by_part(rows, part, num_parts, size, fill)
+
+
 def _touching_pairs(slices: np.ndarray, tile_size: int) -> tuple[np.ndarray, np.ndarray]:
     """All (slice, tile) pairs that share a row."""
     first = slices[:, bands.Q_START] // tile_size

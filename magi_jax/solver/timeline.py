@@ -92,8 +92,37 @@ def link_rows(traffic: np.ndarray, ranks_per_node: int) -> tuple[np.ndarray, np.
     return near_rows, far_rows
 
 
+class Shapes(NamedTuple):
+    """What kernel times of some stages depend on.
+
+    Attributes:
+        num_stages, cp_size: of the times that they give.
+        group: ``[A]`` stage and rank of each slice, as ``stage * cp_size + rank``.
+        area, log_keys: ``[A]`` see `CostModel.shapes`.
+    """
+
+    num_stages: int
+    cp_size: int
+    group: np.ndarray
+    area: np.ndarray
+    log_keys: np.ndarray
+
+    def kernel_us(self, model: CostModel, backward: bool) -> np.ndarray:
+        """Kernel time of each rank in each stage, ``[num_stages, cp]``."""
+        times_us = model.times_us(self.area, self.log_keys, backward)
+        sums = np.bincount(self.group, times_us, self.num_stages * self.cp_size)
+        return sums.reshape(self.num_stages, self.cp_size)
+
+
+def shapes_of(stages: Sequence[StageSlices], cp_size: int, model: CostModel) -> Shapes:
+    """Shapes of the slices of stages."""
+    group = np.concatenate([i * cp_size + stage.rank for i, stage in enumerate(stages)])
+    slices = np.concatenate([stage.slices for stage in stages])
+    return Shapes(len(stages), cp_size, group, *model.shapes(slices))
+
+
 def direction_work(
-    stages: Sequence[StageSlices],
+    shapes: Shapes,
     traffic: np.ndarray,
     local_len: int,
     ranks_per_node: int,
@@ -104,7 +133,7 @@ def direction_work(
     """Times of the stages of one direction.
 
     Args:
-        stages: local slices of stage 0 and of the ``S`` remote stages.
+        shapes: of the slices of stage 0 and of the ``S`` remote stages.
         traffic: ``[S, cp, cp]`` rows from source (second axis) to destination.
         local_len: rows of each rank.
         ranks_per_node: ranks of a node.
@@ -112,7 +141,7 @@ def direction_work(
         backward: which direction.
         travel: of travelling queries.
     """
-    kernel_us = kernel_times(stages, traffic.shape[-1], model, backward)
+    kernel_us = shapes.kernel_us(model, backward)
     near_rows, far_rows = link_rows(traffic, ranks_per_node)
     reduce_us = model.reduce_us(near_rows, far_rows) if backward else np.zeros(near_rows.shape)
     cast_us = model.cast_us(near_rows, far_rows)
@@ -127,18 +156,9 @@ def travel_work(
     out_bytes, back_bytes = model.travel_bytes(backward)
     return TravelWork(
         model.move_us(*rows, out_bytes),
-        kernel_times([away], traffic.shape[-1], model, backward)[0],
+        shapes_of([away], traffic.shape[-1], model).kernel_us(model, backward)[0],
         model.move_us(*rows, back_bytes),
     )
-
-
-def kernel_times(
-    stages: Sequence[StageSlices], cp_size: int, model: CostModel, backward: bool
-) -> np.ndarray:
-    """Kernel time of each rank in each stage, ``[len(stages), cp]``."""
-    group = np.concatenate([i * cp_size + stage.rank for i, stage in enumerate(stages)])
-    times_us = model.kernel_us(np.concatenate([stage.slices for stage in stages]), backward)
-    return np.bincount(group, times_us, len(stages) * cp_size).reshape(len(stages), cp_size)
 
 
 def simulate(work: DirectionWork) -> Timeline:

@@ -129,7 +129,9 @@ def predict(work, count, model, backward):
     """Predicted time of one direction in ``count`` equal stages on two ranks."""
     staged = work.staged(count)
     rows = traffic(staged.remote, count, 2)
-    direction = timeline.direction_work(staged.slices, rows, 2048, 2, model, backward)
+    direction = timeline.direction_work(
+        timeline.shapes_of(staged.slices, 2, model), rows, 2048, 2, model, backward
+    )
     return timeline.simulate(direction).predicted_us
 
 
@@ -137,7 +139,9 @@ def test_cutting_a_stage_keeps_its_rows_and_lowers_its_rate():
     far = StageSlices(masks.full(500).slices, np.array([0]))
     half = StageSlices(bands.clip(far.slices, k_end=250), np.array([0]))
     model = CostModel()
-    whole_us, half_us = (timeline.kernel_times([s], 2, model, False) for s in (far, half))
+    whole_us, half_us = (
+        timeline.shapes_of([s], 2, model).kernel_us(model, backward=False) for s in (far, half)
+    )
     assert whole_us[0, 0] < 2 * half_us[0, 0]
 
 
@@ -145,11 +149,12 @@ def test_direction_work_adds_the_slices_of_a_rank():
     local = StageSlices(np.concatenate([masks.full(500).slices] * 2), np.array([0, 1]))
     far = StageSlices(masks.full(500).slices, np.array([1]))
     rows = np.array([[[0, 100], [0, 0]]])
-    work = timeline.direction_work([local, far], rows, 10, 2, PLAIN, backward=False)
+    shapes = timeline.shapes_of([local, far], 2, PLAIN)
+    work = timeline.direction_work(shapes, rows, 10, 2, PLAIN, backward=False)
     assert work.kernel_us.tolist() == [pytest.approx([1000, 1000]), pytest.approx([0, 1000])]
     assert work.cast_us.tolist() == [[42.0, 42.0]]
     assert work.reduce_us.tolist() == [[0.0, 0.0]]
-    back = timeline.direction_work([local, far], rows, 10, 2, PLAIN, backward=True)
+    back = timeline.direction_work(shapes, rows, 10, 2, PLAIN, backward=True)
     assert back.reduce_us.tolist() == [[82.0, 82.0]]
 
 

@@ -89,6 +89,29 @@ py::tuple RunWalkTiles(const Ints& slices, const Ints& part, int64_t num_parts, 
                         Pad(walks.ids.data(), walks.ids_before, 1, round_ids), order);
 }
 
+// Rows [N, W] of rising parts [N], padded to `size` rows or the longest part with `fill` [W]:
+// int32 [P, L, W].
+py::array_t<int32_t> RunSplitByPart(const Ints& rows, const Ints& part, int64_t num_parts,
+                                    int64_t size, const Ints& fill) {
+  const int64_t width = fill.size(), num_rows = part.size();
+  Require(rows.size() == num_rows * width && num_parts >= 0, "rows, parts and fill do not fit");
+  std::vector<int64_t> count(num_parts, 0);
+  for (int64_t i = 0; i < num_rows; ++i) {
+    const int64_t p = part.data()[i];
+    Require(p >= (i > 0 ? part.data()[i - 1] : 0) && p < num_parts, "part must rise within range");
+    size = std::max(size, ++count[p]);
+  }
+  py::array_t<int32_t> out({num_parts, size, width});
+  int32_t* to = out.mutable_data();
+  const int64_t* from = rows.data();
+  for (int64_t p = 0; p < num_parts; ++p) {
+    to = std::copy(from, from + count[p] * width, to);
+    from += count[p] * width;
+    for (int64_t i = count[p]; i < size; ++i) to = std::copy(fill.data(), fill.data() + width, to);
+  }
+  return out;
+}
+
 Layout LayoutOf(const Ints& edges, const Ints& owner, const Ints& offset, int64_t num_ranks) {
   Require(edges.size() == owner.size() + 1 && offset.size() == owner.size(),
           "arrays of a layout do not fit together");
@@ -157,6 +180,7 @@ py::tuple RunSortPieces(const Ints& src, const Ints& dst, const Ints& src_row, c
 
 void BindTables(py::module_& m) {
   m.def("walk_tiles", &RunWalkTiles);
+  m.def("split_by_part", &RunSplitByPart);
   m.def("find_remote", &RunFindRemote);
   m.def("cut_stages", &RunCutStages);
   m.def("sort_pieces", &RunSortPieces);

@@ -64,6 +64,16 @@ void AppendRuns(const Piece* piece, const Piece* last, size_t id_base,
                 std::vector<std::pair<int64_t, int64_t>>* full, TileWalks* walks) {
   while (piece != last) {
     const Piece* const first = piece;
+    if (piece + 1 == last) {  // most tiles
+      const bool any = piece->full_begin < piece->full_end;
+      const auto id = static_cast<int32_t>(walks->ids.size() - id_base);
+      walks->runs.push_back({static_cast<int32_t>(piece->begin), static_cast<int32_t>(piece->end),
+                             static_cast<int32_t>(any ? piece->full_begin : piece->begin),
+                             static_cast<int32_t>(any ? piece->full_end : piece->begin), id,
+                             id + 1});
+      walks->ids.push_back(piece->id);
+      return;
+    }
     int64_t end = piece->end;
     for (++piece; piece != last && piece->begin <= end; ++piece) end = std::max(end, piece->end);
     TileRun run = {};
@@ -110,6 +120,11 @@ TileWalks WalkTiles(const BandSlice* slices, const std::vector<int64_t>& begin, 
   std::vector<Piece> pieces;
   std::vector<int64_t> tile_ptr(num_tiles + 1), work(num_tiles);
   std::vector<std::pair<int64_t, int64_t>> full;
+  int64_t num_pieces = 0;
+  for (int64_t i = begin.front(); i < begin.back(); ++i)
+    num_pieces += (slices[i].q_end - 1) / tile_size - slices[i].q_start / tile_size + 1;
+  walks.runs.reserve(num_pieces);
+  walks.ids.reserve(num_pieces);
   for (size_t part = 0; part < num_parts; ++part, order += num_tiles) {
     CutToTiles(slices + begin[part], begin[part + 1] - begin[part], length, tile_size, &pieces,
                &tile_ptr);
