@@ -146,7 +146,7 @@ endif()
 
 # --- Group collectives: small kernels, for every architecture.
 
-foreach(stem meeting map cast reduce)
+foreach(stem cast reduce)
   add_cuda_object(comm_${stem} "${CMAKE_CURRENT_SOURCE_DIR}/xla_ffi/comm/${stem}.cu" ${architectures})
 endforeach()
 

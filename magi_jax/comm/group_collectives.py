@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from magi_jax.comm.cotangents import floating_cotangents
 from magi_jax.comm.portable import PORTABLE
-from magi_jax.comm.transport import Transport, sum_dtype
+from magi_jax.comm.transport import InFlight, Transport, sum_dtype
 from magi_jax.mesh import make_varying, manual_axis_size, varying_axes
 from magi_jax.plan import CommMeta
 
@@ -118,6 +118,39 @@ def group_reduce(
         dtypes = tuple(jnp.dtype(out_dtype or leaf.dtype) for leaf in leaves)
         reduced = _reduce(backend, axis_name, wire, dtypes, leaves, local)
     return jax.tree.unflatten(treedef, reduced)
+
+
+def start_cast(x: Any, comm: CommMeta, axis_name: str, *, transport: Transport) -> InFlight:
+    """Begins a `group_cast` that runs beside what is computed until `finish`; no derivative.
+
+    What is returned is for `finish` alone, once. Arguments are those of `group_cast`.
+    """
+    local = _local_comm(comm, axis_name, "start_cast")
+    leaves = _prepare(
+        jax.tree.leaves(x), local, axis_name, local.src_rows, "start_cast", "src_rows"
+    )
+    if transport.start_cast is None:
+        return InFlight(tuple(transport.cast(leaves, local, axis_name)))
+    return transport.start_cast(leaves, local, axis_name)
+
+
+def start_reduce(
+    y: Any, comm: CommMeta, axis_name: str, *, wire_dtype: Any, transport: Transport
+) -> InFlight:
+    """Begins a `group_reduce` of sums in float32, as `start_cast` does; arguments are theirs."""
+    local = _local_comm(comm, axis_name, "start_reduce")
+    leaves = jax.tree.leaves(y)
+    leaves = _prepare(leaves, local, axis_name, local.dst_rows, "start_reduce", "dst_rows")
+    if transport.start_reduce_sum is None:
+        return InFlight(tuple(transport.reduce_sum(leaves, local, axis_name, wire_dtype)))
+    return transport.start_reduce_sum(leaves, local, axis_name, wire_dtype)
+
+
+def finish(in_flight: InFlight, transport: Transport) -> list[jax.Array]:
+    """The leaves of a call that was started: what follows waits for it."""
+    if transport.finish_call is None:
+        return list(in_flight.leaves)
+    return transport.finish_call(in_flight)
 
 
 def _local_comm(comm: CommMeta, axis_name: str, function: str) -> CommMeta:

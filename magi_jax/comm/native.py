@@ -5,25 +5,34 @@ no block per peer, no padding on the wire, and no rank writes to another's array
 of the portable transport bit for bit; sums are added in the same order. See docs/collectives.md.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from magi_jax.comm.transport import Leaves, Transport, sum_dtype
+from magi_jax.comm.transport import InFlight, Leaves, Part, Transport, sum_dtype
 from magi_jax.mesh import result_type, unify_varying
 from magi_jax.plan import CommMeta
 
 CAST = "magi_jax_group_cast"
 REDUCE_SUM = "magi_jax_group_reduce_sum"
 REDUCE_LSE = "magi_jax_group_reduce_lse"
+FINISH = "magi_jax_group_finish"
 
 MAX_LEAVES = 8  # of one call; kMaxLeaves in xla_ffi/comm/params.h
 _SUMMED = ("float32", "float16", "bfloat16", "int32", "uint32", "bool")
 _SEEN_BITS = 32  # peers in a word of a reduce's map
+
+
+class _Call(NamedTuple):
+    target: str
+    comm: CommMeta
+    axis_name: str
+    beside: bool  # computation follows, which must not take the SMs that the call needs
 
 
 @dataclass(frozen=True)
@@ -31,42 +40,40 @@ class NativeCalls:
     """The functions of a `Transport` over one symmetric memory.
 
     Attributes:
-        pool: number of the memory.
+        cast_pool, reduce_pool: numbers of the two halves of the memory. Casts and reduces have one
+            each, so that they run beside each other.
         axis_name: mesh axis that it was set up for.
         cp_size: ranks of that axis.
     """
 
-    pool: int
+    cast_pool: int
+    reduce_pool: int
     axis_name: str
     cp_size: int
 
     def transport(self) -> Transport:
         """The transport that these functions make."""
-        return Transport("native", self.cast, self.reduce_sum, self.reduce_lse, is_custom_call=True)
+        return Transport(
+            "native",
+            self.cast,
+            self.reduce_sum,
+            self.reduce_lse,
+            self.start_cast,
+            self.start_reduce_sum,
+            self.finish_call,
+        )
 
     def cast(self, leaves: Leaves, comm: CommMeta, axis_name: str) -> list[jax.Array]:
         """See `Transport.cast`."""
-        results: list[jax.Array] = []
-        for some in _in_calls(leaves):
-            dtypes = [leaf.dtype for leaf in some]
-            results += self._call(CAST, some, dtypes, comm, axis_name)
-        return results
+        return self.finish_call(self.start_cast(leaves, comm, axis_name, beside=False))
 
     def reduce_sum(
         self, leaves: Leaves, comm: CommMeta, axis_name: str, wire_dtype: Any
     ) -> list[jax.Array]:
         """See `Transport.reduce_sum`. Rows that stay are rounded to ``wire_dtype`` as well."""
-        results: list[jax.Array] = []
-        for some in _in_calls(leaves):
-            wire = [leaf.astype(wire_dtype or leaf.dtype) for leaf in some]
-            for leaf in wire:
-                _check_summed(leaf.dtype)
-            dtypes = [sum_dtype(leaf.dtype) for leaf in some]
-            sums = self._call(
-                REDUCE_SUM, wire, [sum_dtype(leaf.dtype) for leaf in wire], comm, axis_name
-            )
-            results += [x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True)]
-        return results
+        started = self.start_reduce_sum(leaves, comm, axis_name, wire_dtype, beside=False)
+        sums = self.finish_call(started)
+        return [x.astype(sum_dtype(y.dtype)) for x, y in zip(sums, leaves, strict=True)]
 
     def reduce_lse(
         self, out: jax.Array, lse: jax.Array, comm: CommMeta, axis_name: str, wire_dtype: Any
@@ -74,43 +81,90 @@ class NativeCalls:
         """See `Transport.reduce_lse`."""
         wire = out.astype(wire_dtype or out.dtype)
         _check_summed(wire.dtype)
-        operands = [wire, lse.astype(jnp.float32)]
-        merged = self._call(REDUCE_LSE, operands, [jnp.float32] * 2, comm, axis_name)
+        call = _Call(REDUCE_LSE, comm, axis_name, beside=False)
+        part = self._start(call, [wire, lse.astype(jnp.float32)], [jnp.float32] * 2)
+        merged = self.finish_call(InFlight((), (part,)))
         return merged[0].astype(sum_dtype(out.dtype)), merged[1].astype(sum_dtype(out.dtype))
 
-    def _call(self, target, leaves, dtypes, comm, axis_name):
-        self._check_place(axis_name)
-        spec, is_cast = comm.spec, target == CAST
+    def start_cast(
+        self, leaves: Leaves, comm: CommMeta, axis_name: str, beside: bool = True
+    ) -> InFlight:
+        """See `Transport.start_cast`."""
+        call = _Call(CAST, comm, axis_name, beside)
+        parts = [
+            self._start(call, some, [leaf.dtype for leaf in some])
+            for some in _in_calls(leaves, lambda leaf: None)
+        ]
+        return InFlight((), tuple(parts))
+
+    def start_reduce_sum(
+        self,
+        leaves: Leaves,
+        comm: CommMeta,
+        axis_name: str,
+        wire_dtype: Any,
+        beside: bool = True,
+    ) -> InFlight:
+        """See `Transport.start_reduce_sum`."""
+        wire = [leaf.astype(wire_dtype or leaf.dtype) for leaf in leaves]
+        for leaf in wire:
+            _check_summed(leaf.dtype)
+        call = _Call(REDUCE_SUM, comm, axis_name, beside)
+        parts = [
+            self._start(call, some, [sum_dtype(leaf.dtype) for leaf in some])
+            for some in _in_calls(wire, lambda leaf: leaf.dtype)
+        ]
+        return InFlight((), tuple(parts))
+
+    def finish_call(self, in_flight: InFlight) -> list[jax.Array]:
+        """See `Transport.finish_call`."""
+        results: list[jax.Array] = []
+        for part in in_flight.parts:
+            operands = unify_varying(part.map, *part.results, *part.held)
+            types = [result_type(x.shape, x.dtype, operands[0]) for x in part.results]
+            call = jax.ffi.ffi_call(
+                FINISH,
+                types,
+                input_output_aliases={1 + i: i for i in range(len(types))},
+                vmap_method="sequential",
+            )
+            results += call(*operands, pool=np.int32(part.pool))
+        return results
+
+    def _start(self, call: _Call, leaves: Leaves, dtypes: list) -> Part:
+        self._check_place(call.axis_name)
+        spec, is_cast = call.comm.spec, call.target == CAST
         rows = spec.dst_rows if is_cast else spec.src_rows
         slots = 2 if is_cast else spec.cp_size + -(-spec.cp_size // _SEEN_BITS)
-        rank = jax.lax.axis_index(axis_name)
-        operands = unify_varying(comm.send, comm.recv, rank, *leaves)
+        rank = jax.lax.axis_index(call.axis_name)
+        operands = unify_varying(call.comm.send, call.comm.recv, rank, *leaves)
         shapes = [(slots, rows), *((rows, *leaf.shape[1:]) for leaf in leaves)]
-        types = [jnp.int32, *dtypes]
-        results = tuple(
+        types = tuple(
             result_type(shape, dtype, operands[0])
-            for shape, dtype in zip(shapes, types, strict=True)
+            for shape, dtype in zip(shapes, [jnp.int32, *dtypes], strict=True)
         )
-        call = jax.ffi.ffi_call(target, results, vmap_method="sequential")
+        pool = self.cast_pool if is_cast else self.reduce_pool
         attributes = {
-            "pool": self.pool,
+            "pool": pool,
             "cp_size": spec.cp_size,
             "src_rows": spec.src_rows,
             "dst_rows": spec.dst_rows,
+            "beside": call.beside,
         }
-        # The first result is the call's own map of rows.
-        return call(*operands, **{name: np.int32(value) for name, value in attributes.items()})[1:]
+        start = jax.ffi.ffi_call(call.target, types, vmap_method="sequential")
+        row_map, *results = start(*operands, **{k: np.int32(v) for k, v in attributes.items()})
+        return Part(row_map, tuple(results), operands, pool)
 
     def _check_place(self, axis_name):
         if axis_name != self.axis_name:
             raise ValueError(
-                f"symmetric memory {self.pool} was set up for axis {self.axis_name!r}, the call is"
+                f"symmetric memory {self.cast_pool} was set up for axis {self.axis_name!r}, the call is"
                 f" over {axis_name!r}"
             )
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.shape[axis_name] != self.cp_size:
             raise ValueError(
-                f"symmetric memory {self.pool} was set up for {self.cp_size} ranks, axis"
+                f"symmetric memory {self.cast_pool} was set up for {self.cp_size} ranks, axis"
                 f" {axis_name!r} has {mesh.shape[axis_name]}"
             )
         others = [name for name in mesh.axis_names if name not in mesh.manual_axes]
@@ -122,9 +176,12 @@ class NativeCalls:
             )
 
 
-def _in_calls(leaves: Leaves) -> Iterator[Leaves]:
-    for begin in range(0, len(leaves), MAX_LEAVES):
-        yield leaves[begin : begin + MAX_LEAVES]
+def _in_calls(leaves: Leaves, kind: Callable) -> Iterator[Leaves]:
+    """Leaves in order, as many together as a call takes; those of one call are of one kind."""
+    for _, alike in itertools.groupby(leaves, kind):
+        some = list(alike)
+        for begin in range(0, len(some), MAX_LEAVES):
+            yield some[begin : begin + MAX_LEAVES]
 
 
 def _check_summed(dtype: Any) -> None:

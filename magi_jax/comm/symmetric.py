@@ -12,7 +12,6 @@ layouts of processes are served.
 
 import itertools
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -22,35 +21,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from magi_jax.comm.exchange import exchange, meet
-from magi_jax.comm.native import MAX_LEAVES, NativeCalls
+from magi_jax.comm.native import NativeCalls
 from magi_jax.comm.portable import PORTABLE
 from magi_jax.comm.transport import Transport
 from magi_jax.ops import ffi
-from magi_jax.plan import AttentionPlan, CommSpec
+from magi_jax.plan import AttentionPlan
 
 PLACEMENTS = ("direct", "staged")
 
 # One SM each; a read over NVLink with 16 of them reaches the rate of the link.
 _NUM_BLOCKS = 16
-_ALIGNMENT = 256
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def staging_bytes(
-    specs: Iterable[CommSpec], cast_row_bytes: int, reduce_row_bytes: int | None = None
-) -> int:
-    """Room that calls along ``specs`` need with ``placement="staged"``.
-
-    Args:
-        specs: sizes of the transfers, such as ``plan.spec.comm``.
-        cast_row_bytes: bytes of a row of all arrays of one `group_cast` together; for keys and
-            values ``K * (H + Hv)`` times the size of their dtype.
-        reduce_row_bytes: the same for `group_reduce`, in the dtype that travels; None takes twice
-            those of the cast (float32 partials of half-precision keys and values).
-    """
-    reduce_row_bytes = 2 * cast_row_bytes if reduce_row_bytes is None else reduce_row_bytes
-    needs = [max(s.src_rows * cast_row_bytes, s.dst_rows * reduce_row_bytes) for s in specs]
-    return max(needs, default=0) + MAX_LEAVES * _ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -75,10 +56,10 @@ class SymmetricMemory:
         num_bytes: device memory that each rank holds.
     """
 
-    def __init__(self, pool: int, transport: Transport, num_bytes: int, text: str):
+    def __init__(self, pools: tuple[int, ...], transport: Transport, num_bytes: int, text: str):
         self.transport = transport
         self.num_bytes = num_bytes
-        self._pool = pool
+        self._pools = pools
         self._text = text
         self._agreements = itertools.count()
 
@@ -91,7 +72,8 @@ class SymmetricMemory:
 
         It does not wait for the device: what was enqueued and has not run cannot have failed yet.
         """
-        return (ffi.load().pool_failure(self._pool) or None) if self._pool else None
+        failures = (ffi.load().pool_failure(pool) for pool in self._pools)
+        return next(filter(None, failures), None)
 
     def check(self) -> None:
         """Raises what `failure` tells.
@@ -110,7 +92,7 @@ class SymmetricMemory:
             ValueError: plans differ; the processes are named.
             RuntimeError: a process did not come in time.
         """
-        key = f"magi_jax/symmetric_memory/{self._pool}/plan/{next(self._agreements)}"
+        key = f"magi_jax/symmetric_memory/{self._pools}/plan/{next(self._agreements)}"
         prints = exchange(key, plan.fingerprint().encode(), range(jax.process_count()), timeout_s)
         own = prints[jax.process_index()]
         others = [process for process, text in enumerate(prints) if text != own]
@@ -122,13 +104,14 @@ class SymmetricMemory:
 
     def close(self) -> None:
         """Frees the memory. Programs that were compiled with its transport cannot run any more."""
-        if not self._pool:
+        if not self._pools:
             return
         if self.failure() is None:
             jax.effects_barrier()
-            meet(f"magi_jax/symmetric_memory/{self._pool}/close", 60.0)
-        ffi.load().remove_pool(self._pool)
-        self._pool = 0
+            meet(f"magi_jax/symmetric_memory/{self._pools}/close", 60.0)
+        for pool in self._pools:
+            ffi.load().remove_pool(pool)
+        self._pools = ()
 
     def __enter__(self) -> "SymmetricMemory":
         return self
@@ -161,10 +144,11 @@ def symmetric_memory(
             "staged": operands are copied into this memory first, which other processes of the host
             can open too. None takes "direct" where it serves.
         staging_bytes: room for the operands of a call; needed when they are staged, see
-            `staging_bytes`.
+            `magi_jax.comm.attention_staging_bytes`.
         timeout_s: how long a rank waits for another before it gives up. Compilation counts, where
             ranks are processes: they do not compile in step.
-        num_blocks: thread blocks, and so SMs, of the kernels that move rows.
+        num_blocks: thread blocks, and so SMs, of a kernel that moves rows; one of a cast and one of
+            a reduce may run at a time.
         allow_portable: where nothing native is possible, return a memory whose transport is the
             portable one and whose `describe` says why, instead of raising.
 
@@ -183,24 +167,26 @@ def symmetric_memory(
     if reason is not None:
         if not allow_portable:
             raise NotImplementedError(f"no native group collectives: {reason}")
-        return SymmetricMemory(0, PORTABLE, 0, f"portable (padded all_to_all), since {reason}")
+        return SymmetricMemory((), PORTABLE, 0, f"portable (padded all_to_all), since {reason}")
     seats = _seats(mesh, axis_name)
     spread = any(d.process_index != jax.process_index() for s in seats for d in s.group)
     placement = placement or ("staged" if spread else "direct")
     _check_placement(placement, spread, staging_bytes)
     staged = staging_bytes if placement == "staged" else 0
     settings = (len(seats[0].group), staged or 0, float(timeout_s), num_blocks)
-    pool = _open_pool(mesh, seats, settings, spread)
-    num_bytes = ffi.load().allocated_bytes(pool, seats[0].ordinal)
-    calls = NativeCalls(pool, axis_name, mesh.shape[axis_name])
+    # Casts and reduces run beside each other: a memory of its own for each.
+    cast_pool, reduce_pool = (_open_pool(mesh, seats, settings, spread) for _ in range(2))
+    pools = cast_pool, reduce_pool
+    num_bytes = sum(ffi.load().allocated_bytes(pool, seats[0].ordinal) for pool in pools)
+    calls = NativeCalls(cast_pool, reduce_pool, axis_name, mesh.shape[axis_name])
     how = "read in place (peer access)" if placement == "direct" else f"staged in {staged} bytes"
     where = "several processes of one host" if spread else "one process"
     text = (
-        f"native: symmetric memory {pool} over axis {axis_name!r} of {calls.cp_size} ranks in"
-        f" {where}, operands {how}, {num_bytes} bytes per device, {num_blocks} blocks, time limit"
-        f" {timeout_s} s"
+        f"native: symmetric memory {pools} over axis {axis_name!r} of {calls.cp_size} ranks in"
+        f" {where}, operands {how}, {num_bytes} bytes per device, {num_blocks} blocks"
+        f" each for casts and for reduces, time limit {timeout_s} s"
     )
-    return SymmetricMemory(pool, calls.transport(), num_bytes, text)
+    return SymmetricMemory(pools, calls.transport(), num_bytes, text)
 
 
 def _refusal(mesh: Mesh) -> str | None:
@@ -221,7 +207,7 @@ def _check_placement(placement: str, spread: bool, staging_bytes: int | None) ->
     if placement == "staged" and not staging_bytes:
         raise ValueError(
             "staged operands need room: pass staging_bytes, such as"
-            " staging_bytes(plan.spec.comm, bytes of a row of keys and values)"
+            " attention_staging_bytes(plan.spec, ...)"
         )
     if placement == "direct" and staging_bytes:
         raise ValueError(

@@ -1,8 +1,9 @@
 """What a transport is: three functions that move rows, without derivatives or checks."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,36 @@ import jax.numpy as jnp
 from magi_jax.plan import CommMeta
 
 Leaves = Sequence[jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Part:
+    """A custom call that was started. None of its arrays may be touched before it is finished.
+
+    Attributes:
+        map: scratch of the call.
+        results: its results, not yet there.
+        held: its operands.
+        pool: static; the symmetric memory that it uses.
+    """
+
+    map: jax.Array
+    results: tuple[jax.Array, ...]
+    held: tuple[jax.Array, ...]
+    pool: int = dataclasses.field(metadata={"static": True})
+
+
+class InFlight(NamedTuple):
+    """What `Transport.start_cast` and `Transport.start_reduce_sum` return: a pytree.
+
+    Attributes:
+        leaves: results that are there already, of a transport that starts nothing by itself.
+        parts: custom calls that run beside computation.
+    """
+
+    leaves: tuple[jax.Array, ...]
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -28,15 +59,19 @@ class Transport:
         reduce_lse: ``(out [dst_rows, N, Hv], lse [dst_rows, N], comm, axis_name, wire_dtype) ->
             (out [src_rows, N, Hv], lse [src_rows, N])`` in `sum_dtype`; ``(0, -inf)`` in rows that
             nobody returns.
-        is_custom_call: whether calls are custom calls, which XLA runs beside computation only where
-            it is told to; it does so with collectives of its own by itself.
+        start_cast, start_reduce_sum: as ``cast`` and ``reduce_sum``, for calls that run beside the
+            computation that follows until `finish_call`; None for transports of XLA's own
+            collectives, which it runs beside computation by itself.
+        finish_call: ``InFlight -> leaves``.
     """
 
     name: str
     cast: Callable[[Leaves, CommMeta, str], list[jax.Array]]
     reduce_sum: Callable[[Leaves, CommMeta, str, Any], list[jax.Array]]
     reduce_lse: Callable[[jax.Array, jax.Array, CommMeta, str, Any], tuple[jax.Array, jax.Array]]
-    is_custom_call: bool = False
+    start_cast: Callable[[Leaves, CommMeta, str], InFlight] | None = None
+    start_reduce_sum: Callable[[Leaves, CommMeta, str, Any], InFlight] | None = None
+    finish_call: Callable[[InFlight], list[jax.Array]] | None = None
 
 
 def sum_dtype(dtype: Any) -> jnp.dtype:

@@ -3,14 +3,16 @@
 XLA may run an independent collective whenever it likes, which is usually too late. `barrier` makes
 a stage's attention wait for its keys *and* for the stage before, so that the transfer has that
 stage to hide behind; `after` keeps a transfer from starting earlier than one stage ahead, which
-would hold its buffer.
+would hold its buffer. Native transports start a call and finish it; in between it runs on a stream
+of its own. `behind` lets the attention in between start after the call has, since a kernel that
+fills the device would leave it no SM.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental import compute_on
+
+from magi_jax.comm import InFlight
 
 
 def barrier(*values: Any) -> tuple:
@@ -23,16 +25,8 @@ def after(value: Any, *earlier: Any) -> Any:
     return jax.lax.optimization_barrier((value, earlier))[0]
 
 
-def on_communication_stream(fn: Callable) -> Callable:
-    """Lets ``fn``, whose work is custom calls for GPUs, run beside computation.
-
-    XLA puts its own collectives on such a stream by itself. Calls on it run in the order of the
-    program.
-    """
-    # jax 0.10 has this form under another name.
-    annotate: Callable = getattr(compute_on, "compute_on2", compute_on.compute_on)
-    return annotate(
-        fn,
-        compute_type="gpu_stream:collective",
-        out_memory_spaces=jax.memory.Space.Device,
-    )
+def behind(value: Any, in_flight: InFlight | None) -> Any:
+    """``value``, there only once a call that runs beside computation has been started."""
+    if in_flight is None or not in_flight.parts:
+        return value
+    return after(value, [part.map for part in in_flight.parts])

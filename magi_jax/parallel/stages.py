@@ -6,19 +6,18 @@ passes are each other's, and `dist_attention` says so.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from magi_jax.comm import Transport, group_cast, group_reduce
+from magi_jax.comm import InFlight, Transport, finish, start_cast, start_reduce
 from magi_jax.ops import Implementation, add_sinks, sinks_gradient
 from magi_jax.ops.lse import max_of_rows
-from magi_jax.parallel.overlap import after, barrier, on_communication_stream
+from magi_jax.parallel.overlap import after, barrier, behind
 from magi_jax.parallel.travelling import Travel, merge_returned
-from magi_jax.plan import AttentionPlan, CommMeta
+from magi_jax.plan import AttentionPlan, CommMeta, SliceTable
 
 KeysValues = tuple[jax.Array, jax.Array]
 Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]  # q, k, v, sinks
@@ -64,7 +63,8 @@ class Stages:
         travel, returned = self._travel(plan), None
         of_visitors: list[jax.Array] = []
         visitors = travel.send((q,)) if travel else ()
-        out, lse, *row_max = attend(q, k, v, plan.calc[0], out_dtype=jnp.float32, **options)
+        table = remote.behind_start(plan.calc[0])
+        out, lse, *row_max = attend(q, k, v, table, out_dtype=jnp.float32, **options)
         if travel:
             visitors, (out, lse) = barrier(visitors, (out, lse))
             attend_visitors = functools.partial(attend, **options)
@@ -72,6 +72,7 @@ class Stages:
         kept = []
         for stage, table in enumerate(plan.calc[1:]):
             keys_values, merged = remote.take(stage, (out, lse))
+            table = remote.behind_start(table)
             kept.append(keys_values)
             out, lse, *more = attend(q, *keys_values, table, accumulate=merged, **options)
             row_max = list(map(jnp.maximum, row_max, more))
@@ -112,7 +113,7 @@ class Stages:
         remote = _Prefetch(self, (k, v), after(stages.comm, delta), kept)
         travel, returned_dq = self._travel(plan), None
         visitors = travel.send(rows) if travel else ()
-        dq, *dkv = gradients(rows, (k, v), stages.calc[0])
+        dq, *dkv = gradients(rows, (k, v), remote.behind_start(stages.calc[0]))
         if travel:
             visitors, (dq, *dkv) = barrier(visitors, (dq, *dkv))
             returned_dq, visitors_dkv = travel.differentiate(gradients, visitors, (k, v))
@@ -120,15 +121,16 @@ class Stages:
         returning = None
         for stage, table in enumerate(stages.calc[1:]):
             keys_values, (dq, *dkv) = remote.take(stage, (dq, *dkv))
+            table = behind(remote.behind_start(table), returning)
             stage_dq, *stage_dkv = gradients(rows, keys_values, table)
             dq = dq + stage_dq
             if returning is not None:
                 # Those of the stage before had this one to hide behind.
                 returning, dq = barrier(returning, dq)
-                dkv = jax.tree.map(jnp.add, dkv, returning)
+                dkv = list(map(jnp.add, dkv, finish(returning, self.transport)))
             returning = self._send_back(stage_dkv, stages.comm[stage])
         if returning is not None:
-            dkv = jax.tree.map(jnp.add, dkv, returning)
+            dkv = list(map(jnp.add, dkv, finish(returning, self.transport)))
         if returned_dq is not None:
             dq = dq + returned_dq
         dk, dv = self._sum_shared(dkv)
@@ -143,15 +145,9 @@ class Stages:
     def _kernel_options(self) -> dict[str, Any]:
         return {"scale": self.scale, "logits_soft_cap": self.logits_soft_cap}
 
-    def fetch(self, keys_values: KeysValues, comm: CommMeta) -> KeysValues:
-        """Keys and values of other ranks, ``[dst_rows, K, H]`` and ``[dst_rows, K, Hv]``."""
-        cast = self._beside_computation(
-            lambda kv, comm: group_cast(kv, comm, self.axis_name, transport=self.transport)
-        )
-        return cast(keys_values, comm)
-
-    def _beside_computation(self, fn: Callable) -> Callable:
-        return on_communication_stream(fn) if self.transport.is_custom_call else fn
+    def fetch(self, keys_values: KeysValues, comm: CommMeta) -> InFlight:
+        """Starts to fetch keys and values of other ranks, ``[dst_rows, K, H]`` and ``[..., Hv]``."""
+        return start_cast(keys_values, comm, self.axis_name, transport=self.transport)
 
     def _sum_shared(self, dkv):
         if not self.shared_key_axes:
@@ -159,18 +155,14 @@ class Stages:
         wire = [x.astype(self.reduce_dtype or x.dtype) for x in dkv]
         return jax.lax.psum(wire, self.shared_key_axes)
 
-    def _send_back(self, partials, comm):
-        reduce = self._beside_computation(
-            lambda dkv, comm: group_reduce(
-                dkv,
-                comm,
-                self.axis_name,
-                wire_dtype=self.reduce_dtype,
-                out_dtype=jnp.float32,
-                transport=self.transport,
-            )
+    def _send_back(self, partials: list[jax.Array], comm: CommMeta) -> InFlight:
+        return start_reduce(
+            partials,
+            comm,
+            self.axis_name,
+            wire_dtype=self.reduce_dtype,
+            transport=self.transport,
         )
-        return reduce(partials, comm)
 
 
 class _Prefetch:
@@ -184,8 +176,14 @@ class _Prefetch:
         """Keys and values of a stage, and ``done``, results so far, which they wait for."""
         if self.kept:
             return self.kept[stage], done
-        received, done = barrier(self.pending, done)
+        pending, done = barrier(self.pending, done)
+        self.pending = None
+        keys, values = finish(pending, self.stages.transport)
         if stage + 1 < len(self.comm):
             comm = after(self.comm[stage + 1], done)
             self.pending = self.stages.fetch(self.keys_values, comm)
-        return received, done
+        return (keys, values), done
+
+    def behind_start(self, table: SliceTable) -> SliceTable:
+        """The table of the attention that the fetch in flight is to hide behind."""
+        return behind(table, self.pending)

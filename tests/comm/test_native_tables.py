@@ -121,7 +121,7 @@ def structs(cp_size=4):
 
 
 def test_calls_of_a_program_and_of_its_derivative():
-    transport = NativeCalls(7, "cp", 4).transport()
+    transport = NativeCalls(7, 8, "cp", 4).transport()
     comm, x = structs()
 
     def loss(comm, x):
@@ -132,18 +132,25 @@ def test_calls_of_a_program_and_of_its_derivative():
         return jax.grad(total)(x)
 
     text = lower(loss, abstract_mesh(cp=4), comm, x)
-    calls = dict(re.findall(r"custom_call @(magi_jax\w+)\((.*)", text))
+    calls = dict(re.findall(r"custom_call @(magi_jax_group_[cr]\w+)\((.*)", text))
     assert sorted(calls) == ["magi_jax_group_cast", "magi_jax_group_reduce_sum"]
+    finished = re.findall(r"custom_call @magi_jax_group_finish\((.*)", text)
+    for call, pool in zip(finished, (7, 8), strict=True):
+        assert f"pool = {pool} : i32" in call
+        # In place: a copy would be taken while results are still written.
+        assert "output_operand_alias" in call
     rows = f"tensor<2x{DST_ROWS}xi32>, tensor<{DST_ROWS}x2x3xbf16>, tensor<{DST_ROWS}x3xbf16>"
     assert f"-> ({rows})" in calls["magi_jax_group_cast"]
     sums = f"tensor<5x{SRC_ROWS}xi32>, tensor<{SRC_ROWS}x2x3xf32>, tensor<{SRC_ROWS}x3xf32>"
     assert f"-> ({sums})" in calls["magi_jax_group_reduce_sum"]
-    for name, value in {"pool": 7, "cp_size": 4, "src_rows": SRC_ROWS}.items():
+    assert "pool = 7 : i32" in calls["magi_jax_group_cast"]
+    assert "pool = 8 : i32" in calls["magi_jax_group_reduce_sum"]
+    for name, value in {"beside": 0, "cp_size": 4, "src_rows": SRC_ROWS}.items():
         assert all(f"{name} = {value} : i32" in call for call in calls.values())
 
 
 def test_more_leaves_than_one_call_takes():
-    transport = NativeCalls(1, "cp", 4).transport()
+    transport = NativeCalls(1, 2, "cp", 4).transport()
     comm, x = structs()
     text = lower(
         lambda c, x: group_cast([x] * 19, c, "cp", transport=transport),
@@ -162,13 +169,13 @@ def test_refusals():
             lower(lambda c, x: call(x, c, "cp", transport=transport), mesh, comm, x, axes=axes)
 
     here = abstract_mesh(cp=4)
-    refused(ValueError, "set up for axis 'sp'", NativeCalls(1, "sp", 4).transport(), here)
-    two = NativeCalls(1, "cp", 2).transport()
+    refused(ValueError, "set up for axis 'sp'", NativeCalls(1, 2, "sp", 4).transport(), here)
+    two = NativeCalls(1, 2, "cp", 2).transport()
     refused(ValueError, "set up for 2 ranks, axis 'cp' has 4", two, here)
     refused(
         ValueError,
         r"\['dp'\] are not",
-        NativeCalls(1, "cp", 4).transport(),
+        NativeCalls(1, 2, "cp", 4).transport(),
         abstract_mesh(dp=2, cp=4),
         axes=["cp"],
     )
@@ -191,5 +198,5 @@ def test_the_portable_transport_serves_only_where_it_may(rng):
 
 def test_room_for_staged_operands():
     spec = CommSpec(cp_size=2, src_rows=100, dst_rows=60, pair_rows=60, self_rows=0, pieces=8)
-    assert staging_bytes([spec], 10) == 60 * 20 + 8 * 256
-    assert staging_bytes([spec], 10, 5) == 100 * 10 + 8 * 256
+    assert staging_bytes([spec], 10) == 100 * 10 + 8 * 256
+    assert staging_bytes([spec], 10, 20) == 60 * 20 + 8 * 256

@@ -35,10 +35,10 @@ def test_same_bits_as_the_portable_transport(cp_size, with_self, placement, rng)
 
     mesh = mesh_of(cp_size)
     with open_memory(mesh, placement) as memory:
-        for width in (1, 3, 40):
+        for width in (1, 3, 40, 700, 1024):
             run = in_both_ways(both, mesh, memory.transport)
             like = {"a": (2, width), "b": (), "c": (width,)}
-            for _ in range(4):
+            for _ in range(2):
                 comm = padded(random_comm(rng, cp_size, with_self=with_self))
                 x = {name: normal(rng, cp_size, SRC_ROWS, *shape) for name, shape in like.items()}
                 y = {name: normal(rng, cp_size, DST_ROWS, *shape) for name, shape in like.items()}

@@ -3,15 +3,15 @@
 
 #include <cuda_runtime.h>
 
+#include "xla_ffi/comm/call.cuh"
 #include "xla_ffi/comm/kernels.h"
-#include "xla_ffi/comm/sources.cuh"
+#include "xla_ffi/comm/stream.cuh"
 
 namespace magi_jax::comm {
 namespace {
 
-constexpr int kThreads = 768;
-// 96 KiB in flight per block: a read over NVLink takes more than a microsecond.
-constexpr int kUnroll = 8;
+constexpr int kThreads = kStreamWarps * 32;
+constexpr int kUnroll = 8;  // vectors in flight per thread
 
 template <class Vector>
 __device__ void CastLeaf(const Leaf& leaf, const Sources& sources, const RowMap& map) {
@@ -39,14 +39,44 @@ __device__ void CastLeaf(const Leaf& leaf, const Sources& sources, const RowMap&
   });
 }
 
-__global__ void __launch_bounds__(kThreads)
-    CastKernel(const __grid_constant__ Meeting meeting, const __grid_constant__ Move move) {
-  __shared__ Sources sources;
-  if (IsBroken(meeting)) return;
+// The one source of a row.
+struct CastCursor {
+  int32_t peer, part_row;
+  __device__ void Advance() { peer = -1; }
+};
+
+__device__ void StreamLeaf(const Leaf& leaf, const Sources& sources, const RowMap& map,
+                           Ring& ring) {
+  auto* result = static_cast<char*>(leaf.result);
+  const uint32_t lane = threadIdx.x % 32;
+  const auto store = [&](uint32_t row, uint32_t begin, uint32_t bytes, const uint4* values) {
+    auto* to = reinterpret_cast<uint4*>(result + int64_t{row} * leaf.row_bytes + begin);
+#pragma unroll
+    for (int k = 0; k < kLaneVectors; ++k) {
+      const uint32_t i = k * 32 + lane;
+      if (i * 16 < bytes) to[i] = values == nullptr ? uint4{} : values[i];
+    }
+  };
+  StreamRows(
+      ring, map.rows, leaf.row_bytes,
+      [&](uint32_t row, bool valid) {
+        return CastCursor{valid ? map.row_of[row] : -1,
+                          valid ? map.row_of[int64_t{map.rows} + row] : 0};
+      },
+      [&](int32_t peer, int32_t row) { return sources.Row<char>(peer, row, leaf.row_bytes); },
+      [&](const char* memory, const SlotNote& note, uint32_t bytes) {
+        store(note.row, note.begin, bytes, reinterpret_cast<const uint4*>(memory));
+      },
+      [&](uint32_t row, uint32_t begin, uint32_t bytes) { store(row, begin, bytes, nullptr); });
+}
+
+__device__ void CastLeaves(const Meeting& meeting, const Move& move, Sources& sources, Ring& ring) {
   for (int i = 0; i < move.num_leaves; ++i) {
     const Leaf& leaf = move.leaves[i];
     sources.Fill(meeting, leaf, i);
-    if (leaf.row_bytes % 16 == 0) {
+    if (IsStreamed(move, leaf)) {
+      StreamLeaf(leaf, sources, move.map, ring);
+    } else if (leaf.row_bytes % 16 == 0) {
       CastLeaf<uint4>(leaf, sources, move.map);
     } else if (leaf.row_bytes % 4 == 0) {
       CastLeaf<uint32_t>(leaf, sources, move.map);
@@ -56,16 +86,51 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+extern __shared__ __align__(128) char ring_memory[];
+
+__global__ void __launch_bounds__(kThreads)
+    CastKernel(const __grid_constant__ Meeting meeting, const __grid_constant__ Move move) {
+  __shared__ CallShared shared;
+  Ring ring(ring_memory);
+  if (move.stream) ring.Initialize();
+  RunCall<CastMap>(meeting, move, shared,
+                   [&] { CastLeaves(meeting, move, shared.sources[0], ring); });
+}
+
+constexpr uint64_t kMostAwaitedNs = 30000;
+
+__global__ void AwaitStartKernel(const uint64_t* arrived, uint64_t target) {
+  const uint64_t start = Nanoseconds();
+  while (LoadAcquire(arrived) < target && Nanoseconds() - start < kMostAwaitedNs) {
+  }
+}
+
 }  // namespace
 
 cudaError_t Cast(const Meeting& meeting, const Move& move, cudaStream_t stream) {
-  CastKernel<<<move.num_blocks, kThreads, 0, stream>>>(meeting, move);
+  CastKernel<<<move.num_blocks, kThreads, move.stream ? kStreamBytes : 0, stream>>>(meeting, move);
   return cudaGetLastError();
 }
 
-cudaError_t LoadCastKernels() {
+cudaError_t AwaitStart(const Meeting& meeting, int32_t num_blocks, cudaStream_t stream) {
+  const uint64_t target = ((meeting.call - 1) * kBarriers + 1) * num_blocks;
+  AwaitStartKernel<<<1, 1, 0, stream>>>(meeting.arrived, target);
+  return cudaGetLastError();
+}
+
+cudaError_t LoadKernels(bool stream) {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, CastKernel);
+  if (cudaError_t error = cudaFuncGetAttributes(&attributes, AwaitStartKernel)) return error;
+  if (cudaError_t error = LoadKernel(CastKernel, stream)) return error;
+  return LoadReduceKernels(stream);
+}
+
+cudaError_t LoadKernel(void (*kernel)(Meeting, Move), bool stream) {
+  const auto* symbol = reinterpret_cast<const void*>(kernel);
+  cudaFuncAttributes attributes;
+  if (cudaError_t error = cudaFuncGetAttributes(&attributes, symbol)) return error;
+  if (!stream) return cudaSuccess;
+  return cudaFuncSetAttribute(symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, kStreamBytes);
 }
 
 }  // namespace magi_jax::comm

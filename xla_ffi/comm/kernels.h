@@ -1,5 +1,5 @@
-// Kernels of the group collectives. A call is: map, enter, one of the moves, leave; all on one
-// stream.
+// Kernels of the group collectives: one per call. A second one would have to wait for an SM, and a
+// persistent attention kernel that was launched in between gives none back before it ends.
 
 #ifndef MAGI_JAX_XLA_FFI_COMM_KERNELS_H_
 #define MAGI_JAX_XLA_FFI_COMM_KERNELS_H_
@@ -10,31 +10,20 @@
 
 namespace magi_jax::comm {
 
-// Fills `map` from the table of the side that holds the results.
-cudaError_t MapCast(const PieceTable& recv, const Extents& extents, const RowMap& map,
-                    cudaStream_t stream);
-cudaError_t MapReduce(const PieceTable& send, const Extents& extents, const RowMap& map,
-                      cudaStream_t stream);
-
-// Tells the peers of this call and waits for them; checks that they make the same call with
-// matching tables. `rank` is the caller's place on its mesh axis, in device memory.
-cudaError_t Enter(const Meeting& meeting, const PieceTable& send, const PieceTable& recv,
-                  const int32_t* rank, cudaStream_t stream);
-// Waits until no peer reads this rank's operands; after a failure, overwrites all results.
-cudaError_t Leave(const Meeting& meeting, const Move& move, cudaStream_t stream);
-
-// Results from the operands of the peers. They do nothing after a failure.
 cudaError_t Cast(const Meeting& meeting, const Move& move, cudaStream_t stream);
 cudaError_t ReduceSum(const Meeting& meeting, const Move& move, cudaStream_t stream);
 // Leaves: out [rows, heads, row_elements / heads], lse [rows, heads] float32.
 cudaError_t ReduceLse(const Meeting& meeting, const Move& move, cudaStream_t stream);
 
+// Holds `stream` until the kernel of `meeting` has its SMs, but no longer than a few microseconds.
+// What is enqueued behind it can then not take them.
+cudaError_t AwaitStart(const Meeting& meeting, int32_t num_blocks, cudaStream_t stream);
+
 // Loads the kernels on the current device. What is not loaded yet would be when first launched,
 // which may wait for the device while its kernels wait for a peer.
-cudaError_t LoadKernels();
-cudaError_t LoadMeetingKernels();
-cudaError_t LoadCastKernels();
-cudaError_t LoadReduceKernels();
+cudaError_t LoadKernels(bool stream);
+cudaError_t LoadReduceKernels(bool stream);
+cudaError_t LoadKernel(void (*kernel)(Meeting, Move), bool stream);
 
 }  // namespace magi_jax::comm
 

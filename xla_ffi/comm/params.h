@@ -47,13 +47,17 @@ struct Meeting {
   Mailbox* const* outbox;  // [cp] this rank's mailbox at peer p
   const uint64_t* bases;   // [cp] added to the addresses that peer p tells
   uint32_t* broken;        // not 0 after a failure: later calls do nothing but poison results
+  uint64_t* arrived;       // blocks that reached a barrier, over all calls
   FailureRecord* record;   // in host memory
+  PieceTable send, recv;   // of this rank
+  const int32_t* caller;   // the caller's place on its mesh axis, which must be `rank`
+  Extents extents;         // of the transfer
+  int32_t rank;
+  int32_t num_leaves;
+  uint32_t kind;  // of the call, for the record
   uint64_t call, signature;
   uint64_t timeout_ns;
   uint64_t addresses[kMaxLeaves];  // to tell the peers
-  int32_t num_leaves;
-  int32_t rank, cp_size;
-  uint32_t kind;  // of the call, for the record
 };
 
 // How elements are added up: in float32, as integers, or with a logical or.
@@ -70,11 +74,15 @@ struct Leaf {
 };
 
 struct Move {
-  Leaf leaves[kMaxLeaves];
+  Leaf leaves[kMaxLeaves];  // all of one kind of element, unless they are cast
   int32_t num_leaves;
   RowMap map;  // of the result's rows
   int32_t num_blocks;
+  bool stream;  // whether the device has bulk copies and shared memory for their rings
 };
+
+// Barriers of all blocks in one call; `arrived` grows by as many times the blocks.
+constexpr int kBarriers = 3;
 
 }  // namespace magi_jax::comm
 

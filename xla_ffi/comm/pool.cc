@@ -14,12 +14,13 @@ int64_t Align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kA
 
 // Byte offsets of the parts of a member's memory.
 struct Layout {
-  int64_t outbox, bases, broken, staging;
+  int64_t outbox, bases, broken, arrived, staging;
 
   explicit Layout(int64_t cp_size)
       : outbox(Align(cp_size * static_cast<int64_t>(sizeof(Mailbox)))),
         bases(outbox + Align(cp_size * 8)),
         broken(bases + Align(cp_size * 8)),
+        arrived(broken + 8),
         staging(broken + kAlignment) {}
 };
 
@@ -66,6 +67,9 @@ std::unique_ptr<Member> Member::Create(const MemberConfig& config, std::string* 
   std::unique_ptr<Member> member(new Member(config));
   member->memory_bytes_ = Layout(config.cp_size).staging + Align(config.staging_bytes);
   cudaError_t status = current.error();
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, config.device);
+  member->streams_rows_ = major == 9 || major == 10;  // those with the shared memory for it
   const auto run = [&](cudaError_t result) {
     if (status == cudaSuccess) status = result;
     return status == cudaSuccess;
@@ -74,8 +78,8 @@ std::unique_ptr<Member> Member::Create(const MemberConfig& config, std::string* 
       run(cudaMemset(member->memory_, 0, Layout(config.cp_size).staging)) &&
       run(cudaHostAlloc(reinterpret_cast<void**>(&member->record_), sizeof(FailureRecord),
                         cudaHostAllocMapped | cudaHostAllocPortable)) &&
-      run(cudaEventCreateWithFlags(&member->last_call_, cudaEventDisableTiming)) &&
-      run(LoadKernels()) && run(cudaDeviceSynchronize())) {
+      run(member->CreateStreams()) && run(LoadKernels(member->streams_rows())) &&
+      run(cudaDeviceSynchronize())) {
     std::memset(static_cast<void*>(member->record_), 0, sizeof(FailureRecord));
     member->outbox_.assign(config.cp_size, nullptr);
     member->bases_.assign(config.cp_size, 0);
@@ -89,10 +93,26 @@ std::unique_ptr<Member> Member::Create(const MemberConfig& config, std::string* 
   return nullptr;
 }
 
+cudaError_t Member::CreateStreams() {
+  // First in line for SMs that become free.
+  int least = 0, greatest = 0;
+  if (cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest)) return error;
+  cudaError_t error = cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, greatest);
+  if (error == cudaSuccess) error = cudaEventCreateWithFlags(&fork_, cudaEventDisableTiming);
+  for (InFlight& call : in_flight_) {
+    if (error == cudaSuccess) error = cudaEventCreateWithFlags(&call.done, cudaEventDisableTiming);
+  }
+  return error;
+}
+
 Member::~Member() {
   const CurrentDevice current(config_.device);
   for (void* memory : opened_) cudaIpcCloseMemHandle(memory);
-  if (last_call_ != nullptr) cudaEventDestroy(last_call_);
+  for (InFlight& call : in_flight_) {
+    if (call.done != nullptr) cudaEventDestroy(call.done);
+  }
+  if (fork_ != nullptr) cudaEventDestroy(fork_);
+  if (side_ != nullptr) cudaStreamDestroy(side_);
   if (record_ != nullptr) cudaFreeHost(record_);
   if (memory_ != nullptr) cudaFree(memory_);
 }
@@ -171,27 +191,44 @@ std::string Member::FinishConnecting() {
 void* Member::staging() const { return At<char>(memory_, Layout(config_.cp_size).staging); }
 
 cudaError_t Member::Begin(cudaStream_t stream, Kind kind, uint64_t signature, Meeting* meeting) {
-  if (call_ > 0) {
-    if (cudaError_t error = cudaStreamWaitEvent(stream, last_call_, 0)) return error;
-  }
+  if (cudaError_t error = cudaEventRecord(fork_, stream)) return error;
+  if (cudaError_t error = cudaStreamWaitEvent(side_, fork_, 0)) return error;
   const Layout layout(config_.cp_size);
   meeting->inbox = static_cast<Mailbox*>(memory_);
   meeting->outbox = At<Mailbox*>(memory_, layout.outbox);
   meeting->bases = At<uint64_t>(memory_, layout.bases);
   meeting->broken = At<uint32_t>(memory_, layout.broken);
+  meeting->arrived = At<uint64_t>(memory_, layout.arrived);
   meeting->record = record_;
   meeting->call = ++call_;
   meeting->signature = signature;
   meeting->timeout_ns = static_cast<uint64_t>(config_.timeout_ns);
   meeting->rank = config_.rank;
-  meeting->cp_size = config_.cp_size;
   meeting->kind = static_cast<uint32_t>(kind);
   return cudaSuccess;
 }
 
-cudaError_t Member::End(cudaStream_t stream) { return cudaEventRecord(last_call_, stream); }
+cudaError_t Member::End(std::vector<const void*> buffers) {
+  InFlight& call = in_flight_[call_ % kMostInFlight];
+  call.buffers = std::move(buffers);
+  return cudaEventRecord(call.done, side_);
+}
+
+std::string Member::Finish(cudaStream_t stream, const std::vector<const void*>& buffers) {
+  // The latest call comes first: XLA gives buffers out again.
+  for (uint64_t age = 0; age < std::min<uint64_t>(kMostInFlight, call_); ++age) {
+    InFlight& call = in_flight_[(call_ - age) % kMostInFlight];
+    if (call.buffers != buffers) continue;
+    call.buffers.clear();
+    const cudaError_t status = cudaStreamWaitEvent(stream, call.done, 0);
+    return status == cudaSuccess ? "" : Explain("a call was not waited for", status);
+  }
+  return "no call in flight has these buffers: it was finished already, is not among the last " +
+         std::to_string(kMostInFlight) + ", or its results were copied before it was done";
+}
 
 std::string Member::Failure() const {
+  if (!unusable_.empty()) return unusable_;
   const auto failure =
       static_cast<comm::Failure>(*static_cast<volatile uint32_t*>(&record_->failure));
   if (failure == comm::Failure::kNone) return "";

@@ -42,6 +42,8 @@ class Member {
   Member& operator=(const Member&) = delete;
 
   const MemberConfig& config() const { return config_; }
+  // Whether rows can be streamed through shared memory.
+  bool streams_rows() const { return streams_rows_; }
   int64_t allocated_bytes() const { return memory_bytes_; }
   void* memory() const { return memory_; }
   // Bytes with which another process of the host opens the memory; empty with an error.
@@ -52,9 +54,15 @@ class Member {
   std::string ConnectExported(int32_t peer_rank, const std::string& exported);
   std::string FinishConnecting();
 
-  // Starts the next call on `stream`: after the call before it, on whatever stream that ran.
+  // A call runs on a stream of the member's own: after what `stream` holds so far, beside what it
+  // gets next. Begin, then enqueue on side(), then End; `buffers` are those that Finish will show.
   cudaError_t Begin(cudaStream_t stream, Kind kind, uint64_t signature, Meeting* meeting);
-  cudaError_t End(cudaStream_t stream);
+  cudaError_t End(std::vector<const void*> buffers);
+  cudaStream_t side() const { return side_; }
+  // Lets `stream` wait for the call with these buffers; an error or nothing.
+  std::string Finish(cudaStream_t stream, const std::vector<const void*>& buffers);
+  // After a call that was enqueued by halves: none can follow.
+  void GiveUp(std::string reason) { unusable_ = std::move(reason); }
   void* staging() const;
 
   // What went wrong, once something has; empty before. Does not wait for the device.
@@ -64,15 +72,25 @@ class Member {
 
  private:
   explicit Member(const MemberConfig& config) : config_(config) {}
+  cudaError_t CreateStreams();
   Mailbox* MailboxAt(void* peer_memory) const;
 
   const MemberConfig config_;
-  // [mailboxes: cp][outbox: cp][bases: cp][broken] and the staging area, one allocation.
+  // [mailboxes: cp][outbox: cp][bases: cp][words] and the staging area, one allocation.
   void* memory_ = nullptr;
   int64_t memory_bytes_ = 0;
   FailureRecord* record_ = nullptr;  // pinned host memory
-  cudaEvent_t last_call_ = nullptr;
+  cudaStream_t side_ = nullptr;
+  cudaEvent_t fork_ = nullptr;
+  struct InFlight {
+    cudaEvent_t done = nullptr;
+    std::vector<const void*> buffers;
+  };
+  static constexpr int kMostInFlight = 8;
+  InFlight in_flight_[kMostInFlight];  // of call n at n % kMostInFlight
   uint64_t call_ = 0;
+  bool streams_rows_ = false;
+  std::string unusable_;
   std::vector<Mailbox*> outbox_;
   std::vector<uint64_t> bases_;
   std::vector<void*> opened_;

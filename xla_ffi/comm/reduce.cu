@@ -5,13 +5,14 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "xla_ffi/comm/call.cuh"
 #include "xla_ffi/comm/kernels.h"
-#include "xla_ffi/comm/sources.cuh"
+#include "xla_ffi/comm/stream.cuh"
 
 namespace magi_jax::comm {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = kStreamWarps * 32;
 constexpr int kUnroll = 4;
 constexpr int kVectorBytes = 16;
 
@@ -78,7 +79,7 @@ __device__ void SumLeaf(const Meeting& meeting, const Leaf& leaf, const Sources&
                         const RowMap& map) {
   using Part = Pack<T, kElements>;
   const uint32_t per_row = leaf.row_elements / kElements;
-  const int32_t words = SeenWords(meeting.cp_size);
+  const int32_t words = SeenWords(meeting.extents.cp_size);
   auto* result = static_cast<Sum*>(leaf.result);
   ForEachChunk<kUnroll>(per_row * map.rows, [&](const auto& index, const auto& valid) {
     Sum sums[kUnroll][kElements] = {};
@@ -123,19 +124,85 @@ __device__ void SumLeaf(const Meeting& meeting, const Leaf& leaf, const Sources&
   });
 }
 
-// Sums the leaves of one kind of element: with all kinds in one kernel, registers would spill.
+// The parts of a row, with the place of the next one at hand.
+struct SumCursor {
+  const RowMap& map;
+  int32_t rank, words;
+  PartWalk walk;
+  int32_t peer, part_row;
+
+  __device__ SumCursor(const RowMap& map, const Meeting& meeting, uint32_t row, bool valid)
+      : map(map), rank(meeting.rank), words(SeenWords(meeting.extents.cp_size)), peer(-1) {
+    if (!valid) return;
+    walk.Start(map, rank, static_cast<int32_t>(row));
+    Advance();
+  }
+
+  __device__ void Advance() {
+    peer = walk.Next(map, rank, words);
+    if (peer >= 0) part_row = walk.RowAt(map, peer);
+  }
+};
+
+template <class T, class Sum, int kElements>
+__device__ void StreamLeaf(const Meeting& meeting, const Leaf& leaf, const Sources& sources,
+                           const RowMap& map, Ring& ring) {
+  using Part = Pack<T, kElements>;
+  using Total = Pack<Sum, 16 / sizeof(Sum)>;
+  constexpr int kTotals = kElements * sizeof(Sum) / 16;
+  auto* result = static_cast<Sum*>(leaf.result);
+  const uint32_t lane = threadIdx.x % 32;
+  Sum sums[kLaneVectors][kElements] = {};
+  const auto flush = [&](uint32_t row, uint32_t begin, uint32_t bytes) {
+#pragma unroll
+    for (int k = 0; k < kLaneVectors; ++k) {
+      const uint32_t i = k * 32 + lane;
+      const int64_t first = int64_t{row} * leaf.row_elements + begin / sizeof(T) + i * kElements;
+#pragma unroll
+      for (int t = 0; t < kTotals; ++t) {
+        Total total;
+#pragma unroll
+        for (int e = 0; e < 16 / static_cast<int>(sizeof(Sum)); ++e) {
+          total.values[e] = sums[k][t * (16 / sizeof(Sum)) + e];
+        }
+        if (i * 16 < bytes) reinterpret_cast<Total*>(result + first)[t] = total;
+      }
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) sums[k][e] = Sum{};
+    }
+  };
+  StreamRows(
+      ring, map.rows, leaf.row_bytes,
+      [&](uint32_t row, bool valid) { return SumCursor(map, meeting, row, valid); },
+      [&](int32_t peer, int32_t row) { return sources.Row<char>(peer, row, leaf.row_bytes); },
+      [&](const char* memory, const SlotNote& note, uint32_t bytes) {
+        const auto* parts = reinterpret_cast<const Part*>(memory);
+#pragma unroll
+        for (int k = 0; k < kLaneVectors; ++k) {
+          const uint32_t i = k * 32 + lane;
+          if (i * 16 >= bytes) continue;
+          const Part part = parts[i];
+#pragma unroll
+          for (int e = 0; e < kElements; ++e) {
+            sums[k][e] = Add(sums[k][e], ToSum(part.values[e]));
+          }
+        }
+        if (note.last) flush(note.row, note.begin, bytes);
+      },
+      flush);
+}
+
 template <class T, class Sum>
-__global__ void __launch_bounds__(kThreads)
-    ReduceSumKernel(const __grid_constant__ Meeting meeting, const __grid_constant__ Move move,
-                    Element element) {
+__device__ void SumLeaves(const Meeting& meeting, const Move& move, Sources& sources, Ring& ring) {
   constexpr int kElements = sizeof(T) == 1 ? 1 : kVectorBytes / sizeof(T);
-  __shared__ Sources sources;
-  if (IsBroken(meeting)) return;
   for (int i = 0; i < move.num_leaves; ++i) {
     const Leaf& leaf = move.leaves[i];
-    if (leaf.element != element) continue;
     sources.Fill(meeting, leaf, i);
-    if (leaf.row_elements % kElements == 0) {
+    if (sizeof(T) > 1 && IsStreamed(move, leaf)) {
+      if constexpr (sizeof(T) > 1) {
+        StreamLeaf<T, Sum, kElements>(meeting, leaf, sources, move.map, ring);
+      }
+    } else if (leaf.row_elements % kElements == 0) {
       SumLeaf<T, Sum, kElements>(meeting, leaf, sources, move.map);
     } else {
       SumLeaf<T, Sum, 1>(meeting, leaf, sources, move.map);
@@ -143,7 +210,20 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-using SumKernel = void (*)(Meeting, Move, Element);
+extern __shared__ __align__(128) char ring_memory[];
+
+// One kind of element each: with all of them in one kernel, registers would spill.
+template <class T, class Sum>
+__global__ void __launch_bounds__(kThreads)
+    ReduceSumKernel(const __grid_constant__ Meeting meeting, const __grid_constant__ Move move) {
+  __shared__ CallShared shared;
+  Ring ring(ring_memory);
+  if (move.stream) ring.Initialize();
+  RunCall<ReduceMap>(meeting, move, shared,
+                     [&] { SumLeaves<T, Sum>(meeting, move, shared.sources[0], ring); });
+}
+
+using SumKernel = void (*)(Meeting, Move);
 
 SumKernel SumKernelOf(Element element) {
   switch (element) {
@@ -183,7 +263,7 @@ template <class T>
 __device__ void MergeRows(const Meeting& meeting, const Move& move, const Sources& outs,
                           const Sources& lses) {
   const Leaf &out = move.leaves[0], &lse = move.leaves[1];
-  const int32_t words = SeenWords(meeting.cp_size);
+  const int32_t words = SeenWords(meeting.extents.cp_size);
   const uint32_t head_dim = out.row_elements / lse.row_elements;
   ForEachChunk<1>(out.row_elements * move.map.rows, [&](const auto& index, const auto& valid) {
     if (!valid[0]) return;
@@ -207,10 +287,8 @@ __device__ void MergeRows(const Meeting& meeting, const Move& move, const Source
   });
 }
 
-__global__ void __launch_bounds__(kThreads)
-    ReduceLseKernel(const __grid_constant__ Meeting meeting, const __grid_constant__ Move move) {
-  __shared__ Sources outs, lses;
-  if (IsBroken(meeting)) return;
+__device__ void MergeLeaves(const Meeting& meeting, const Move& move, Sources& outs,
+                            Sources& lses) {
   outs.Fill(meeting, move.leaves[0], 0);
   lses.Fill(meeting, move.leaves[1], 1);
   switch (move.leaves[0].element) {
@@ -228,17 +306,20 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+__global__ void __launch_bounds__(kThreads)
+    ReduceLseKernel(const __grid_constant__ Meeting meeting, const __grid_constant__ Move move) {
+  __shared__ CallShared shared;
+  RunCall<ReduceMap>(meeting, move, shared,
+                     [&] { MergeLeaves(meeting, move, shared.sources[0], shared.sources[1]); });
+}
+
 }  // namespace
 
 cudaError_t ReduceSum(const Meeting& meeting, const Move& move, cudaStream_t stream) {
-  for (const Element element : kElementKinds) {
-    bool present = false;
-    for (int i = 0; i < move.num_leaves; ++i) present |= move.leaves[i].element == element;
-    if (!present) continue;
-    SumKernelOf(element)<<<move.num_blocks, kThreads, 0, stream>>>(meeting, move, element);
-    if (cudaError_t error = cudaGetLastError()) return error;
-  }
-  return cudaSuccess;
+  SumKernelOf(move.leaves[0]
+                  .element)<<<move.num_blocks, kThreads, move.stream ? kStreamBytes : 0, stream>>>(
+      meeting, move);
+  return cudaGetLastError();
 }
 
 cudaError_t ReduceLse(const Meeting& meeting, const Move& move, cudaStream_t stream) {
@@ -246,13 +327,11 @@ cudaError_t ReduceLse(const Meeting& meeting, const Move& move, cudaStream_t str
   return cudaGetLastError();
 }
 
-cudaError_t LoadReduceKernels() {
-  cudaFuncAttributes attributes;
+cudaError_t LoadReduceKernels(bool stream) {
   for (const Element element : kElementKinds) {
-    const auto* kernel = reinterpret_cast<const void*>(SumKernelOf(element));
-    if (cudaError_t error = cudaFuncGetAttributes(&attributes, kernel)) return error;
+    if (cudaError_t error = LoadKernel(SumKernelOf(element), stream)) return error;
   }
-  return cudaFuncGetAttributes(&attributes, ReduceLseKernel);
+  return LoadKernel(ReduceLseKernel, false);
 }
 
 }  // namespace magi_jax::comm

@@ -15,11 +15,11 @@ struct Sources {
 
   __device__ void Fill(const Meeting& meeting, const Leaf& leaf, int index) {
     __syncthreads();
-    for (int peer = threadIdx.x; peer < meeting.cp_size; peer += blockDim.x) {
+    for (int peer = threadIdx.x; peer < meeting.extents.cp_size; peer += blockDim.x) {
+      const volatile uint64_t& address = meeting.inbox[peer].addresses[index];
       of_peer[peer] = peer == meeting.rank
                           ? static_cast<const char*>(leaf.operand)
-                          : reinterpret_cast<const char*>(meeting.bases[peer] +
-                                                          meeting.inbox[peer].addresses[index]);
+                          : reinterpret_cast<const char*>(meeting.bases[peer] + address);
     }
     __syncthreads();
   }
@@ -47,10 +47,6 @@ __device__ void ForEachChunk(uint32_t total, Body body) {
     }
     body(index, valid);
   }
-}
-
-__device__ inline bool IsBroken(const Meeting& meeting) {
-  return *static_cast<volatile uint32_t*>(meeting.broken) != 0;
 }
 
 }  // namespace magi_jax::comm

@@ -8,7 +8,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/comm/kernels.h"
@@ -40,9 +43,7 @@ ffi::Error CudaFailed(const char* what, cudaError_t error) {
 // A call, decoded.
 struct GroupCall {
   Kind kind;
-  comm::PieceTable send, recv;
-  const int32_t* rank;
-  comm::Extents extents;
+  comm::Meeting meeting;
   comm::Move move;
 };
 
@@ -138,6 +139,11 @@ ffi::Error DecodeLeaves(ffi::RemainingArgs operands, ffi::RemainingRets results,
                                         &call->move.leaves[i]));
   }
   call->move.num_leaves = static_cast<int32_t>(count);
+  for (size_t i = 1; call->kind == Kind::kReduceSum && i < count; ++i) {
+    if (call->move.leaves[i].element != call->move.leaves[0].element) {
+      return InvalidArgument("the arrays that one call sums must have one dtype");
+    }
+  }
   if (call->kind != Kind::kReduceLse) return ffi::Error::Success();
   const comm::Leaf& out = call->move.leaves[0];
   const comm::Leaf& lse = call->move.leaves[1];
@@ -169,8 +175,8 @@ uint64_t Signature(const GroupCall& call) {
   uint64_t hash = 0xcbf29ce484222325ull;
   const auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 0x100000001b3ull; };
   mix(static_cast<uint64_t>(call.kind));
-  mix(call.extents.src_rows);
-  mix(call.extents.dst_rows);
+  mix(call.meeting.extents.src_rows);
+  mix(call.meeting.extents.dst_rows);
   for (int i = 0; i < call.move.num_leaves; ++i) {
     mix(call.move.leaves[i].row_bytes);
     mix(static_cast<uint64_t>(call.move.leaves[i].element));
@@ -207,97 +213,149 @@ ffi::Error PlaceOperands(const comm::Member& member, const GroupCall& call, int6
   return ffi::Error::Success();
 }
 
-cudaError_t MoveRows(const comm::Meeting& meeting, const GroupCall& call, cudaStream_t stream) {
+cudaError_t Launch(const GroupCall& call, cudaStream_t stream) {
   switch (call.kind) {
     case Kind::kCast:
-      return comm::Cast(meeting, call.move, stream);
+      return comm::Cast(call.meeting, call.move, stream);
     case Kind::kReduceSum:
-      return comm::ReduceSum(meeting, call.move, stream);
+      return comm::ReduceSum(call.meeting, call.move, stream);
     case Kind::kReduceLse:
-      return comm::ReduceLse(meeting, call.move, stream);
+      return comm::ReduceLse(call.meeting, call.move, stream);
   }
   return cudaErrorInvalidValue;
 }
 
-ffi::Error Enqueue(comm::Member& member, GroupCall& call, int64_t operand_rows,
+ffi::Error Enqueue(comm::Member& member, GroupCall& call, int64_t operand_rows, bool beside,
                    cudaStream_t stream) {
-  const std::lock_guard<std::mutex> lock(member.mutex);
   call.move.num_blocks = member.config().num_blocks;
-  comm::Meeting meeting = {};
-  MAGI_JAX_RETURN_IF_CUDA_ERROR(member.Begin(stream, call.kind, Signature(call), &meeting));
-  MAGI_JAX_RETURN_IF_ERROR(PlaceOperands(member, call, operand_rows, stream, &meeting));
-  MAGI_JAX_RETURN_IF_CUDA_ERROR(
-      call.kind == Kind::kCast ? comm::MapCast(call.recv, call.extents, call.move.map, stream)
-                               : comm::MapReduce(call.send, call.extents, call.move.map, stream));
-  MAGI_JAX_RETURN_IF_CUDA_ERROR(comm::Enter(meeting, call.send, call.recv, call.rank, stream));
-  MAGI_JAX_RETURN_IF_CUDA_ERROR(MoveRows(meeting, call, stream));
-  MAGI_JAX_RETURN_IF_CUDA_ERROR(comm::Leave(meeting, call.move, stream));
-  MAGI_JAX_RETURN_IF_CUDA_ERROR(member.End(stream));
+  call.move.stream = member.streams_rows();
+  MAGI_JAX_RETURN_IF_CUDA_ERROR(member.Begin(stream, call.kind, Signature(call), &call.meeting));
+  MAGI_JAX_RETURN_IF_ERROR(PlaceOperands(member, call, operand_rows, member.side(), &call.meeting));
+  MAGI_JAX_RETURN_IF_CUDA_ERROR(Launch(call, member.side()));
+  std::vector<const void*> buffers = {call.move.map.row_of};
+  for (int i = 0; i < call.move.num_leaves; ++i) buffers.push_back(call.move.leaves[i].result);
+  MAGI_JAX_RETURN_IF_CUDA_ERROR(member.End(std::move(buffers)));
+  if (!beside) return ffi::Error::Success();
+  MAGI_JAX_RETURN_IF_CUDA_ERROR(comm::AwaitStart(call.meeting, call.move.num_blocks, stream));
   return ffi::Error::Success();
 }
 
-template <Kind kKind>
-ffi::Error RunGroup(cudaStream_t stream, int32_t device, Operand send, Operand recv, Operand rank,
-                    ffi::RemainingArgs operands, ffi::Result<Operand> map,
-                    ffi::RemainingRets results, int32_t pool, int32_t cp_size, int32_t src_rows,
-                    int32_t dst_rows) {
+ffi::Error FindMember(int32_t pool, int32_t device, std::shared_ptr<comm::Member>* member) {
   const std::string failure = comm::PoolFailure(pool);
   if (!failure.empty()) return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, failure);
-  const auto member = comm::Pools::Get().Find(pool, device);
-  if (member == nullptr || member->config().cp_size != cp_size) {
-    return InvalidArgument("symmetric memory " + std::to_string(pool) + " of " +
-                           std::to_string(cp_size) + " ranks has no part on device " +
-                           std::to_string(device) +
-                           ": it was closed, or set up for another mesh or axis");
+  *member = comm::Pools::Get().Find(pool, device);
+  if (*member != nullptr) return ffi::Error::Success();
+  return InvalidArgument("symmetric memory " + std::to_string(pool) + " has no part on device " +
+                         std::to_string(device) +
+                         ": it was closed, or set up for another mesh or axis");
+}
+
+// Starts a call beside the stream. Results may be read, and operands and map overwritten, once
+// Finish was enqueued.
+template <Kind kKind>
+ffi::Error Start(cudaStream_t stream, int32_t device, Operand send, Operand recv, Operand caller,
+                 ffi::RemainingArgs operands, ffi::Result<Operand> map, ffi::RemainingRets results,
+                 int32_t pool, int32_t cp_size, int32_t src_rows, int32_t dst_rows,
+                 int32_t beside) {
+  std::shared_ptr<comm::Member> member;
+  MAGI_JAX_RETURN_IF_ERROR(FindMember(pool, device, &member));
+  if (member->config().cp_size != cp_size) {
+    return InvalidArgument("symmetric memory " + std::to_string(pool) + " was set up for " +
+                           std::to_string(member->config().cp_size) + " ranks, the call has " +
+                           std::to_string(cp_size));
   }
-  if (rank.element_type() != ffi::DataType::S32 || rank.element_count() != 1) {
-    return InvalidArgument("rank must be one int32, got shape " + DescribeShape(rank));
+  if (caller.element_type() != ffi::DataType::S32 || caller.element_count() != 1) {
+    return InvalidArgument("caller must be one int32, got shape " + DescribeShape(caller));
   }
   constexpr bool kIsCast = kKind == Kind::kCast;
   GroupCall call = {};
   call.kind = kKind;
-  call.rank = static_cast<const int32_t*>(rank.untyped_data());
-  call.extents = {cp_size, src_rows, dst_rows};
+  call.meeting.caller = static_cast<const int32_t*>(caller.untyped_data());
+  call.meeting.extents = {cp_size, src_rows, dst_rows};
   const int64_t operand_rows = kIsCast ? src_rows : dst_rows;
   const int64_t result_rows = kIsCast ? dst_rows : src_rows;
-  MAGI_JAX_RETURN_IF_ERROR(DecodeTable("send", send, &call.send));
-  MAGI_JAX_RETURN_IF_ERROR(DecodeTable("recv", recv, &call.recv));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeTable("send", send, &call.meeting.send));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeTable("recv", recv, &call.meeting.recv));
   MAGI_JAX_RETURN_IF_ERROR(DecodeMap(*map, kIsCast, cp_size, &call.move.map));
   MAGI_JAX_RETURN_IF_ERROR(DecodeLeaves(operands, results, operand_rows, result_rows, &call));
   if (call.move.map.rows != result_rows) {
     return InvalidArgument("the map has " + std::to_string(call.move.map.rows) + " rows, " +
                            std::to_string(result_rows) + " are needed");
   }
-  return Enqueue(*member, call, operand_rows, stream);
+  const std::lock_guard<std::mutex> lock(member->mutex);
+  ffi::Error error = Enqueue(*member, call, operand_rows, beside != 0, stream);
+  // Ranks count calls and blocks; one that was begun and not launched leaves them out of step.
+  if (error.failure()) member->GiveUp(error.message());
+  return error;
 }
 
-auto BindGroup() {
+// Operands: map and results of the call, and whatever must live until it is done. Results: those
+// of the call, in the same buffers.
+ffi::Error Finish(cudaStream_t stream, int32_t device, ffi::RemainingArgs operands,
+                  ffi::RemainingRets results, int32_t pool) {
+  std::shared_ptr<comm::Member> member;
+  MAGI_JAX_RETURN_IF_ERROR(FindMember(pool, device, &member));
+  if (operands.size() < results.size() + 1) {
+    return InvalidArgument("the map and results of a call are needed, got " +
+                           std::to_string(operands.size()) + " operands");
+  }
+  std::vector<const void*> buffers;
+  for (size_t i = 0; i <= results.size(); ++i) {
+    auto operand = operands.get<Operand>(i);
+    if (operand.has_error()) return operand.error();
+    buffers.push_back(operand->untyped_data());
+  }
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto result = results.get<Operand>(i);
+    if (result.has_error()) return result.error();
+    if ((*result)->untyped_data() != buffers[i + 1]) {
+      return InvalidArgument("result " + std::to_string(i) + " of a call in flight was moved");
+    }
+  }
+  const std::lock_guard<std::mutex> lock(member->mutex);
+  const std::string error = member->Finish(stream, buffers);
+  return error.empty() ? ffi::Error::Success() : InvalidArgument(error);
+}
+
+auto BindStart() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
       .Ctx<ffi::DeviceOrdinal>()
       .Arg<Operand>()  // send
       .Arg<Operand>()  // recv
-      .Arg<Operand>()  // rank
+      .Arg<Operand>()  // caller
       .RemainingArgs()
       .Ret<Operand>()  // map
       .RemainingRets()
       .Attr<int32_t>("pool")
       .Attr<int32_t>("cp_size")
       .Attr<int32_t>("src_rows")
-      .Attr<int32_t>("dst_rows");
+      .Attr<int32_t>("dst_rows")
+      .Attr<int32_t>("beside");
+}
+
+auto BindFinish() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<int32_t>("pool");
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(kGroupCast, RunGroup<Kind::kCast>, BindGroup());
-XLA_FFI_DEFINE_HANDLER(kGroupReduceSum, RunGroup<Kind::kReduceSum>, BindGroup());
-XLA_FFI_DEFINE_HANDLER(kGroupReduceLse, RunGroup<Kind::kReduceLse>, BindGroup());
+XLA_FFI_DEFINE_HANDLER(kGroupCast, Start<Kind::kCast>, BindStart());
+XLA_FFI_DEFINE_HANDLER(kGroupReduceSum, Start<Kind::kReduceSum>, BindStart());
+XLA_FFI_DEFINE_HANDLER(kGroupReduceLse, Start<Kind::kReduceLse>, BindStart());
+XLA_FFI_DEFINE_HANDLER(kGroupFinish, Finish, BindFinish());
 
 std::vector<Registration> GroupRegistrations() {
   return {
       {"magi_jax_group_cast", "CUDA", kGroupCast},
       {"magi_jax_group_reduce_sum", "CUDA", kGroupReduceSum},
       {"magi_jax_group_reduce_lse", "CUDA", kGroupReduceLse},
+      {"magi_jax_group_finish", "CUDA", kGroupFinish},
   };
 }
 

@@ -1,0 +1,226 @@
+"""Times distributed attention per GPU beside one GPU that computes the whole sequence.
+
+    python benchmarks/distributed.py [--cp 2] [--tokens 32768] [--heads 64:8 64:64] [--json FILE]
+
+Masks and documents are those of ``kernel_documents.json`` (repeated for longer sequences), bfloat16,
+head dim 128, ``--tokens`` per GPU. TFLOP/s per GPU are those of the mask's area over the number of
+GPUs, 4 * area * N * H forward, 2.5 times that for the gradients alone. `ratio` is to the rate of one
+GPU on the same sequence; `imbalance` of the plan bounds it. With several processes, start one per
+GPU and add --coordinator HOST:PORT --processes N --process I; then there is no single GPU to
+compare with.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from provenance import save
+from timing import seconds
+
+import magi_jax
+from magi_jax import masks
+from magi_jax.comm import attention_staging_bytes, symmetric_memory
+from magi_jax.parallel import DistOptions
+from magi_jax.plan import PlanConfig, make_plan, slice_table
+
+HEAD_DIM = 128
+WINDOW, FRAME = 1024, 2048
+DOCUMENTS = json.loads(pathlib.Path(__file__).with_name("kernel_documents.json").read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cp", type=int, help="ranks; all devices by default")
+    parser.add_argument("--tokens", type=int, default=32768, help="per GPU")
+    parser.add_argument("--heads", nargs="+", default=["64:8"], help="query heads:kv heads")
+    parser.add_argument("--masks", nargs="+", help="names of masks; all by default")
+    parser.add_argument("--transports", nargs="+", default=["native", "portable"])
+    parser.add_argument("--overlap", default="auto", help="remote stages")
+    parser.add_argument("--blocks", type=int, default=16, help="of a kernel that moves rows")
+    parser.add_argument("--no-single", action="store_true", help="skip the single GPU")
+    parser.add_argument("--trace", type=pathlib.Path, help="folder for a profile of every case")
+    parser.add_argument("--coordinator")
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--process", type=int)
+    parser.add_argument("--commit")
+    parser.add_argument("--json", type=pathlib.Path, help="where to write the figures")
+    args = parser.parse_args()
+    if args.coordinator:
+        jax.distributed.initialize(
+            args.coordinator, args.processes, args.process, local_device_ids=[args.process]
+        )
+    cp_size = args.cp or jax.device_count()
+    mesh = Mesh(np.array(jax.devices()[:cp_size]), ("cp",), axis_types=(AxisType.Auto,))
+    args.overlap = args.overlap if args.overlap == "auto" else int(args.overlap)
+    rows = []
+    for heads in args.heads:
+        num_heads, num_kv_heads = map(int, heads.split(":"))
+        for name, mask in cases(args.tokens * cp_size).items():
+            if args.masks is None or name in args.masks:
+                rows += measure(mesh, name, mask, num_heads, num_kv_heads, args)
+                write(args, cp_size, rows)
+
+
+def write(args: argparse.Namespace, cp_size: int, rows: list[dict]) -> None:
+    if args.json and jax.process_index() == 0:
+        layout = "one process per GPU" if args.coordinator else "one process"
+        save(args.json, args.commit, {"ranks": cp_size, "layout": layout, "rows": rows})
+
+
+def cases(length: int) -> dict[str, masks.AttnMask]:
+    """The masks of one length, by name."""
+    lengths, tiny = documents("varlen", length), documents("tiny", length)
+    return {
+        "full": masks.full(length),
+        "causal": masks.causal(length),
+        "window": masks.local(length, window=(WINDOW - 1, 0)),
+        "varlen_full": masks.varlen(lengths),
+        "varlen_causal": masks.varlen(lengths, causal=True),
+        "varlen_block_causal": masks.uniform_block_causal(lengths, FRAME),
+        "tiny_varlen_full": masks.varlen(tiny),
+        "tiny_varlen_causal": masks.varlen(tiny, causal=True),
+    }
+
+
+def documents(kind: str, length: int) -> np.ndarray:
+    """Lengths that fill a sequence: those listed for it, or the longest list again and again."""
+    listed = DOCUMENTS[kind].get(str(length))
+    if listed is not None:
+        return np.array(listed)
+    longest = DOCUMENTS[kind][max(DOCUMENTS[kind], key=int)]
+    ends = np.cumsum(np.tile(longest, -(-length // sum(longest))))
+    ends = np.append(ends[ends < length], length)
+    return np.diff(ends, prepend=0)
+
+
+def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
+    """Rows of one mask: one GPU, then every transport."""
+    cp_size, length = mesh.size, mask.q_len
+    plan = make_plan(mask, cp_size, PlanConfig(overlap=args.overlap, roll_shifts=()))
+    report = plan.report()
+    label = {
+        "mask": name,
+        "heads": f"{num_heads}:{num_kv_heads}",
+        "tokens": args.tokens,
+        "imbalance": float(report.imbalance),
+        "remote_stages": plan.spec.num_remote_stages,
+        "remote_rows": int(max(report.recv_rows)),
+    }
+    flops = 4 * mask.area * num_heads * HEAD_DIM / cp_size
+    rows = []
+    single = None
+    if not args.no_single and not args.coordinator:
+        table = jax.device_put(slice_table(mask), jax.devices()[0])
+        whole = Mesh(mesh.devices[:1], ("cp",), axis_types=(AxisType.Auto,))
+        call = functools.partial(magi_jax.flex_flash_attention, implementation=None)
+        times = both_passes(call, operands(whole, length, num_heads, num_kv_heads), table)
+        single = row(label | {"transport": "one GPU"}, times, flops * cp_size, None)
+        rows.append(single)
+    tensors = operands(mesh, cp_size * plan.spec.local_len, num_heads, num_kv_heads)
+    placed = jax.device_put(plan, NamedSharding(mesh, P("cp")))
+    for transport in args.transports:
+        with chosen(transport, mesh, plan, (num_heads, num_kv_heads), args) as (which, check):
+            options = DistOptions(transport=which)
+
+            def call(q, k, v, plan, options=options):
+                return magi_jax_dist(q, k, v, plan, mesh, options)
+
+            trace = args.trace and args.trace / f"{name}_{num_kv_heads}_{transport}"
+            times = both_passes(call, tensors, placed, trace)
+            check()
+            rows.append(row(label | {"transport": transport}, times, flops, single))
+    return rows
+
+
+def magi_jax_dist(q, k, v, plan, mesh, options):
+    from magi_jax.parallel.dist_attention import dist_attention
+
+    return dist_attention(q, k, v, plan, mesh=mesh, options=options)
+
+
+class chosen:  # noqa: N801, a context manager
+    """A transport by name, and what checks it."""
+
+    def __init__(self, name, mesh, plan, heads, args):
+        self.memory = None
+        num_heads, num_kv_heads = heads
+        if name != "portable":
+            room = {}
+            if name == "staged" or args.coordinator:
+                size = attention_staging_bytes(
+                    plan.spec, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM
+                )
+                room = {"placement": "staged", "staging_bytes": size}
+            self.memory = symmetric_memory(mesh, "cp", num_blocks=args.blocks, **room)
+
+    def __enter__(self):
+        if self.memory is None:
+            return None, lambda: None
+        return self.memory.transport, self.memory.check
+
+    def __exit__(self, *_):
+        if self.memory is not None:
+            self.memory.close()
+
+
+def operands(mesh: Mesh, rows: int, num_heads: int, num_kv_heads: int) -> list[jax.Array]:
+    """Normal q, k, v and dout."""
+    place = NamedSharding(mesh, P("cp"))
+
+    @functools.partial(jax.jit, out_shardings=place)
+    def make():
+        keys = jax.random.split(jax.random.key(0), 4)
+        heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
+        return [
+            jax.random.normal(key, (rows, n, HEAD_DIM), jnp.bfloat16)
+            for key, n in zip(keys, heads, strict=True)
+        ]
+
+    return make()
+
+
+def both_passes(call, tensors, tables, trace=None) -> dict[str, float]:
+    """Seconds of the forward pass and of the gradients alone, from saved residuals."""
+    q, k, v, dout = tensors
+    forward = jax.jit(call)
+    times = {"forward": seconds(lambda: forward(q, k, v, tables), budget_s=0.3)}
+    _, pull = jax.jit(lambda q, k, v, t: jax.vjp(lambda q, k, v: call(q, k, v, t), q, k, v))(
+        q, k, v, tables
+    )
+    backward = jax.jit(lambda pull, dout: pull(dout))
+    times["backward"] = seconds(lambda: backward(pull, dout), budget_s=0.5)
+    if trace:
+        with jax.profiler.trace(trace):
+            jax.block_until_ready((forward(q, k, v, tables), backward(pull, dout)))
+    return times
+
+
+def row(label: dict, times: dict[str, float], flops: float, single: dict | None) -> dict:
+    result = dict(label)
+    for name, factor in (("forward", 1.0), ("backward", 2.5)):
+        result[f"{name}_ms"] = times[name] * 1e3
+        result[f"{name}_tflops"] = factor * flops / times[name] / 1e12
+        if single:
+            result[f"{name}_ratio"] = result[f"{name}_tflops"] / single[f"{name}_tflops"]
+    if jax.process_index() == 0:
+        ratios = "".join(
+            f"  {result[f'{name}_ratio']:.3f}" for name in times if f"{name}_ratio" in result
+        )
+        print(
+            f"{result['mask']:22} {result['heads']:6} {result['transport']:9}"
+            f" fwd {result['forward_tflops']:5.0f} bwd {result['backward_tflops']:5.0f} TFLOP/s"
+            f" {ratios}  imbalance {result['imbalance']:.3f} stages {result['remote_stages']}"
+            f" rows {result['remote_rows']}",
+            flush=True,
+        )
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+// A call, as all its kernels run it: map the rows, meet the peers, move, leave.
+
+#ifndef MAGI_JAX_XLA_FFI_COMM_CALL_CUH_
+#define MAGI_JAX_XLA_FFI_COMM_CALL_CUH_
+
+#include "xla_ffi/comm/meeting.cuh"
+#include "xla_ffi/comm/sources.cuh"
+
+namespace magi_jax::comm {
+
+constexpr int kWarpSize = 32;
+
+__device__ inline uint64_t ArrivedAt(const Meeting& meeting, int barrier, int num_blocks) {
+  return ((meeting.call - 1) * kBarriers + barrier) * num_blocks;
+}
+
+__device__ inline void Arrive(const Meeting& meeting) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  atomicAdd(reinterpret_cast<unsigned long long*>(meeting.arrived), 1ull);
+}
+
+// Waits until all blocks have arrived at a barrier, 1 to kBarriers.
+__device__ inline void AwaitBlocks(const Meeting& meeting, int barrier) {
+  if (threadIdx.x == 0) {
+    while (LoadAcquire(meeting.arrived) < ArrivedAt(meeting, barrier, gridDim.x)) {
+    }
+  }
+  __syncthreads();
+}
+
+// All threads of the grid set `words` to `value`.
+template <class T>
+__device__ void Set(T* words, int64_t count, T value) {
+  const int64_t threads = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += threads) {
+    words[i] = value;
+  }
+}
+
+// Calls `enter(piece, offset)` for every row of every piece, a warp of the grid per piece.
+template <class EnterRow>
+__device__ void ForEachRow(const PieceTable& table, const Extents& extents, EnterRow enter) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int warps = gridDim.x * blockDim.x / kWarpSize;
+  for (int i = (blockIdx.x * blockDim.x + threadIdx.x) / kWarpSize; i < table.num_pieces;
+       i += warps) {
+    const Piece piece = table.pieces[i];
+    const Span span = InsideSpan(piece, extents);
+    for (int32_t offset = span.begin + lane; offset < span.end; offset += kWarpSize) {
+      enter(piece, offset);
+    }
+  }
+}
+
+struct CastMap {
+  __device__ static void Clear(const Meeting&, const RowMap& map) { Set(map.row_of, map.rows, -1); }
+  __device__ static void Fill(const Meeting& meeting, const RowMap& map) {
+    ForEachRow(meeting.recv, meeting.extents,
+               [&](const Piece& piece, int32_t offset) { EnterCast(piece, offset, map); });
+  }
+};
+
+struct ReduceMap {
+  __device__ static void Clear(const Meeting& meeting, const RowMap& map) {
+    Set(map.seen, int64_t{SeenWords(meeting.extents.cp_size)} * map.rows, 0u);
+  }
+  __device__ static void Fill(const Meeting& meeting, const RowMap& map) {
+    ForEachRow(meeting.send, meeting.extents, [&](const Piece& piece, int32_t offset) {
+      const uint32_t bit = EnterReduce(piece, offset, map);
+      atomicOr(&map.seen[SeenIndex(piece, offset, map)], bit);
+    });
+  }
+};
+
+// What blocks need at different times.
+union CallShared {
+  __device__ CallShared() {}
+  Digests digests;
+  Sources sources[2];
+};
+
+// `move_rows(shared)` computes the results from the operands of all ranks.
+template <class Map, class MoveRows>
+__device__ void RunCall(const Meeting& meeting, const Move& move, CallShared& shared,
+                        MoveRows move_rows) {
+  Map::Clear(meeting, move.map);
+  Arrive(meeting);
+  AwaitBlocks(meeting, 1);
+  Map::Fill(meeting, move.map);
+  if (blockIdx.x == 0) Enter(meeting, shared.digests);
+  Arrive(meeting);
+  AwaitBlocks(meeting, 2);
+  if (!IsBroken(meeting)) move_rows();
+  Arrive(meeting);
+  if (blockIdx.x != 0) return;
+  AwaitBlocks(meeting, 3);
+  Leave(meeting, move);
+}
+
+}  // namespace magi_jax::comm
+
+#endif  // MAGI_JAX_XLA_FFI_COMM_CALL_CUH_

@@ -1,0 +1,144 @@
+// The two ends of a call: ranks tell each other where their operands are, and wait until nobody
+// reads them any more. Block 0 does both.
+//
+// No word is written by two ranks, and calls of one rank run in order; so a mailbox is free for
+// call n + 1 when its writer has seen `left == n` of its reader.
+
+#ifndef MAGI_JAX_XLA_FFI_COMM_MEETING_CUH_
+#define MAGI_JAX_XLA_FFI_COMM_MEETING_CUH_
+
+#include "xla_ffi/comm/params.h"
+#include "xla_ffi/comm/signals.cuh"
+
+namespace magi_jax::comm {
+
+constexpr uint64_t kEagerNs = 20000;  // polls without a pause at first
+constexpr unsigned kPauseNs = 200;
+
+__device__ inline bool IsBroken(const Meeting& meeting) {
+  return *static_cast<volatile uint32_t*>(meeting.broken) != 0;
+}
+
+// Calls `body(peer)` for every other rank, dealt out to the threads of the block.
+template <class Body>
+__device__ void ForEachPeer(const Meeting& meeting, Body body) {
+  for (int peer = threadIdx.x; peer < meeting.extents.cp_size; peer += blockDim.x) {
+    if (peer != meeting.rank) body(peer);
+  }
+}
+
+// Waits until `*word >= call`. Gives up when time is over or when the peer gave up.
+__device__ inline Failure Await(const uint64_t* word, const Mailbox& mailbox,
+                                const Meeting& meeting, Failure late) {
+  const uint64_t start = Nanoseconds();
+  while (LoadAcquire(word) < meeting.call) {
+    if (LoadAcquire(&mailbox.gave_up) != 0) return Failure::kGaveUp;
+    const uint64_t waited = Nanoseconds() - start;
+    if (waited > meeting.timeout_ns) return late;
+    if (waited > kEagerNs) __nanosleep(kPauseNs);
+  }
+  return Failure::kNone;
+}
+
+// Keeps the first failure.
+__device__ inline void Fail(const Meeting& meeting, Failure failure, int peer) {
+  if (failure == Failure::kNone || atomicExch(meeting.broken, 1u) != 0) return;
+  FailureRecord* record = meeting.record;
+  record->call = meeting.call;
+  record->kind = meeting.kind;
+  record->peer = static_cast<uint32_t>(peer);
+  __threadfence_system();
+  *static_cast<volatile uint32_t*>(&record->failure) = static_cast<uint32_t>(failure);
+  __threadfence_system();
+}
+
+// Digests of the pieces between this rank and each other, of both directions.
+struct Digests {
+  unsigned long long outgoing[kMaxRanks], incoming[kMaxRanks];
+
+  __device__ void Fill(const Meeting& meeting) {
+    for (int peer = threadIdx.x; peer < meeting.extents.cp_size; peer += blockDim.x) {
+      outgoing[peer] = incoming[peer] = 0;
+    }
+    __syncthreads();
+    Add(meeting.send, meeting.extents.cp_size, outgoing);
+    Add(meeting.recv, meeting.extents.cp_size, incoming);
+    __syncthreads();
+  }
+
+ private:
+  __device__ static void Add(const PieceTable& table, int cp_size, unsigned long long* digests) {
+    for (int i = threadIdx.x; i < table.num_pieces; i += blockDim.x) {
+      const Piece& piece = table.pieces[i];
+      if (piece.peer >= 0 && piece.peer < cp_size) {
+        atomicAdd(&digests[piece.peer], static_cast<unsigned long long>(Digest(piece)));
+      }
+    }
+  }
+};
+
+__device__ inline void TellPeer(const Meeting& meeting, int peer, const Digests& digests) {
+  Mailbox& mailbox = *meeting.outbox[peer];
+  for (int i = 0; i < meeting.num_leaves; ++i) mailbox.addresses[i] = meeting.addresses[i];
+  mailbox.signature = meeting.signature;
+  mailbox.outgoing = digests.outgoing[peer];
+  mailbox.incoming = digests.incoming[peer];
+  StoreRelease(&mailbox.entered, meeting.call);
+}
+
+__device__ inline Failure HearPeer(const Meeting& meeting, int peer, const Digests& digests) {
+  const Mailbox& mailbox = meeting.inbox[peer];
+  const Failure failure = Await(&mailbox.entered, mailbox, meeting, Failure::kNeverEntered);
+  if (failure != Failure::kNone) return failure;
+  if (LoadAcquire(&mailbox.signature) != meeting.signature) return Failure::kOtherCall;
+  const bool same = LoadAcquire(&mailbox.outgoing) == digests.incoming[peer] &&
+                    LoadAcquire(&mailbox.incoming) == digests.outgoing[peer];
+  return same ? Failure::kNone : Failure::kOtherPlan;
+}
+
+__device__ inline void TellGivenUp(const Meeting& meeting) {
+  __syncthreads();
+  if (!IsBroken(meeting)) return;
+  ForEachPeer(meeting,
+              [&](int peer) { StoreRelease(&meeting.outbox[peer]->gave_up, meeting.call); });
+}
+
+// Tells the peers of this call and waits for them; checks that they make the same call with
+// matching tables.
+__device__ inline void Enter(const Meeting& meeting, Digests& digests) {
+  if (IsBroken(meeting)) return;
+  digests.Fill(meeting);
+  if (threadIdx.x == 0 && *meeting.caller != meeting.rank) {
+    Fail(meeting, Failure::kOtherRank, *meeting.caller);
+  }
+  ForEachPeer(meeting, [&](int peer) { TellPeer(meeting, peer, digests); });
+  ForEachPeer(meeting, [&](int peer) { Fail(meeting, HearPeer(meeting, peer, digests), peer); });
+  TellGivenUp(meeting);
+}
+
+// NaN in every floating dtype; true for booleans, whose bytes must be 0 or 1.
+__device__ inline void Poison(const Leaf& leaf) {
+  auto* bytes = static_cast<uint8_t*>(leaf.result);
+  const uint8_t value = leaf.element == Element::kPred ? 1 : 0xff;
+  for (int64_t i = threadIdx.x; i < leaf.result_bytes; i += blockDim.x) bytes[i] = value;
+}
+
+// Waits until no peer reads this rank's operands; after a failure, overwrites all results.
+__device__ inline void Leave(const Meeting& meeting, const Move& move) {
+  if (!IsBroken(meeting)) {
+    ForEachPeer(meeting,
+                [&](int peer) { StoreRelease(&meeting.outbox[peer]->left, meeting.call); });
+    ForEachPeer(meeting, [&](int peer) {
+      const Mailbox& mailbox = meeting.inbox[peer];
+      Fail(meeting, Await(&mailbox.left, mailbox, meeting, Failure::kNeverLeft), peer);
+    });
+    TellGivenUp(meeting);
+  }
+  __syncthreads();
+  if (!IsBroken(meeting)) return;
+  for (int i = 0; i < move.num_leaves; ++i) Poison(move.leaves[i]);
+}
+
+}  // namespace magi_jax::comm
+
+#endif  // MAGI_JAX_XLA_FFI_COMM_MEETING_CUH_
