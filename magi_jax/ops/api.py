@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from magi_jax import mesh
+from magi_jax import masks, mesh
 from magi_jax.masks import AttnMask
 from magi_jax.ops import base
 from magi_jax.ops.base import Implementation
@@ -99,7 +99,7 @@ def flex_flash_attention(
     Args:
         q: ``[*B, T, N, H]``, float32, bfloat16 or float16. All sequences of a batch share a mask of
             ``T`` queries; under one of ``B * T`` (`masks.concatenate` of one for each) they are a single
-            packed stream.
+            packed stream. Under a shared `SliceTable` they are computed one after the other.
         k: ``[*B, S, K, H]``, dtype of q; query head n reads kv head ``n // (N // K)``.
         v: ``[*B, S, K, Hv]``, dtype of q.
         mask: an `AttnMask`, which becomes part of the program; or a `SliceTable` (`plan.slice_table`),
@@ -147,18 +147,22 @@ def flex_flash_attention(
 
 def _attend(call: _Call, q, k, v, sinks, mask) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """``out``, ``lse`` and the largest logits of a batch under one mask."""
-    table = _table(mask)
     lead = q.shape[:-3]
+    size = math.prod(lead)
+    rows = (q.shape[-3], k.shape[-3])
+    if size > 1 and isinstance(mask, AttnMask) and (mask.q_len, mask.k_len) == rows:
+        # One call for all of them, and one order of tiles.
+        mask = masks.concatenate([mask] * size)
+    table = _table(mask)
     operands = mesh.unify_varying(q, k, v, sinks, table)
     if not lead:
         return _checked_attention(call, *operands)
-    size = math.prod(lead)
-    if size != 1 and (table.q_len, table.k_len) == (size * q.shape[-3], size * k.shape[-3]):
+    if size > 1 and (table.q_len, table.k_len) == (size * rows[0], size * rows[1]):
         q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in operands[:3])
         out, lse, max_logits = _checked_attention(call, q, k, v, *operands[3:])
         return (
-            out.reshape(*lead, -1, *out.shape[1:]),
-            lse.reshape(*lead, -1, q.shape[1]),
+            out.reshape(*lead, rows[0], *out.shape[1:]),
+            lse.reshape(*lead, rows[0], q.shape[1]),
             max_logits,
         )
     q, k, v = (x.reshape(size, *x.shape[-3:]) for x in operands[:3])
