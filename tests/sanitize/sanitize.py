@@ -1,10 +1,10 @@
 """Builds the compiled modules with sanitizers and runs what reaches into them; `make sanitize`.
 
 1. `_ffi` and `_planner` with the address and the undefined-behaviour sanitizer (g++), in build/sanitize.
-2. Tests of the FFI boundary, of all implementations and of the planner, on those modules.
-3. Fuzz cases of attention on them.
-4. The table fuzzer: libFuzzer where clang++ is found, else its own driver of random changes, both
+2. The table fuzzer: libFuzzer where clang++ is found, else its own driver of random changes, both
    with the same sanitizers.
+3. Fuzz cases of attention on the modules.
+4. Tests of the FFI boundary, of all implementations and of the planner on them.
 """
 
 import argparse
@@ -41,15 +41,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=int, default=120, help="time of each fuzzer")
     parser.add_argument("--jobs", default="2", help="compilers at a time")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="what to give to pytest")
     args = parser.parse_args()
     build_modules(args.jobs)
     python = [sys.executable, "-m"]
     fuzz = [sys.executable, "tests/fuzz/fuzz.py", "--extensions", str(BUILD), "--only", FRAMES]
     pytest = [*python, "pytest", "-q", "-p", "other_build", "--extensions", str(BUILD)]
     steps = {
-        "tests": lambda: run([*pytest, *TESTS], preload=True),
-        "fuzzing attention": lambda: run([*fuzz, "--seconds", str(args.seconds)], preload=True),
         "fuzzing slice tables": lambda: fuzz_tables(args.seconds),
+        "fuzzing attention": lambda: run([*fuzz, "--seconds", str(args.seconds)], preload=True),
+        "tests": lambda: run([*pytest, *args.tests], preload=True),
     }
     failed = 0
     for title, step in steps.items():
