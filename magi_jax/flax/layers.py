@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 Attend = Callable[..., jax.Array]
 
@@ -124,6 +125,9 @@ class DecoderConfig:
         hidden: width inside the feed-forward layers.
         theta: base of the rotary frequencies.
         sinks: whether query heads have learned sinks.
+        activations: how activations ``[*B, T, D]`` are sharded over automatic mesh axes, such as
+            ``P(("dp", "fsdp"), "cp", None)``. Where weights are sharded over an axis of the batch, as
+            with fsdp, say it: XLA may otherwise gather the batch instead of the weights.
         dtype: dtype of the computation, None for that of the parameters, which are float32.
     """
 
@@ -136,7 +140,14 @@ class DecoderConfig:
     hidden: int
     theta: float = 10_000.0
     sinks: bool = False
+    activations: PartitionSpec | None = None
     dtype: jnp.dtype | None = None
+
+    def keep(self, x: jax.Array) -> jax.Array:
+        """``x`` in the sharding of ``activations``."""
+        if self.activations is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.activations)
 
 
 class DecoderBlock(nnx.Module):
@@ -144,6 +155,7 @@ class DecoderBlock(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         """Makes the layers of one block."""
+        self.config = config
         features, dtype = config.features, config.dtype
         self.attention_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
         self.attention = Attention(
@@ -161,8 +173,9 @@ class DecoderBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """``x [*B, T, D]`` and ``positions [*B, T]`` to ``[*B, T, D]``."""
-        x = x + self.attention(self.attention_norm(x), positions, attend)
-        return x + self.mlp(self.mlp_norm(x))
+        keep = self.config.keep
+        x = keep(x + self.attention(keep(self.attention_norm(x)), positions, attend))
+        return keep(x + self.mlp(keep(self.mlp_norm(x))))
 
 
 class Decoder(nnx.Module):
@@ -170,6 +183,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         """Makes the embedding, the blocks, the last norm and the output projection."""
+        self.config = config
         vocab_size, features, dtype = config.vocab_size, config.features, config.dtype
         self.embed = nnx.Embed(vocab_size, features, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List(DecoderBlock(config, rngs=rngs) for _ in range(config.num_layers))
@@ -190,7 +204,7 @@ class Decoder(nnx.Module):
         Returns:
             ``[*B, T, vocab_size]`` float32.
         """
-        x = self.embed(tokens)
+        x = self.config.keep(self.embed(tokens))
         for index, block in enumerate(self.blocks):
             x = block(x, positions, attends[index % len(attends)])
         return self.head(self.norm(x)).astype(jnp.float32)

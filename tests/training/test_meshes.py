@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import model
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -134,6 +135,57 @@ def test_accumulated_gradients_over_microbatches_with_their_own_plans(rng):
         found = compiled(*arguments)
     _compare(found, model.reference(params, *plain, masks))
     _check_collectives(compiled, plan, times=4)
+
+
+def _stored(path, leaf):
+    """Where a parameter of the decoder lives: over fsdp and tp."""
+    name = jax.tree_util.keystr(path)
+    if "norm" in name:
+        return P()
+    if "'out'" in name:
+        return P("tp", None, "fsdp")
+    if "'down'" in name:
+        return P("tp", "fsdp")
+    return P(None, "fsdp") if "embed" in name else P("fsdp", "tp")
+
+
+def test_decoder_gathers_weights_and_never_the_batch(rng):
+    """The Flax decoder with parameters over fsdp and tp, on automatic axes."""
+    plan, mesh = _stacked(_masks(rng, BATCH)), _mesh(AxisType.Auto)
+    config = mj.flax.DecoderConfig(
+        vocab_size=model.VOCABULARY,
+        num_layers=1,
+        features=model.WIDTH,
+        num_heads=model.HEADS,
+        num_kv_heads=model.KV_HEADS,
+        head_dim=model.DIM,
+        hidden=48,
+        activations=model.ROWS,
+    )
+    graphdef, params = nnx.split(mj.flax.Decoder(config, rngs=nnx.Rngs(0)), nnx.Param)
+    _, tokens, _ = _tokens(rng, plan, BATCH)
+
+    def loss(params, tokens, plan):
+        options = {"batch_axes": model.BATCH_AXES, "head_axis": "tp"}
+        attends = (mj.flax.attention_fn(plan, **options),)
+        positions = plan.positions.reshape(tokens.shape)
+        return (nnx.merge(graphdef, params)(tokens, positions, attends) ** 2).mean()
+
+    with jax.set_mesh(mesh):
+        arguments = (
+            jax.tree_util.tree_map_with_path(
+                lambda path, x: jax.device_put(x, NamedSharding(mesh, _stored(path, x))), params
+            ),
+            *jax.device_put((tokens, plan), NamedSharding(mesh, P(model.BATCH_AXES, "cp"))),
+        )
+        compiled = jax.jit(jax.grad(loss)).lower(*arguments).compile(FAST_TO_COMPILE)
+    gathers = [t for g in hlo.collectives(compiled, "all-gather") for t in g.results]
+    assert len(gathers) > 5
+    rows = plan.spec.local_len
+    assert not [t for t in gathers if t.elements >= BATCH * rows * model.WIDTH]
+    one = jax.tree.map(lambda leaf: leaf[0], plan)
+    planned = one.report().collective_bytes(model.KV_HEADS // 2, model.DIM, dtype="float32")
+    assert hlo.collective_bytes(compiled, "all-to-all") == 3 * planned
 
 
 def test_exported_step_takes_other_plans(rng):
