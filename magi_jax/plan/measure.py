@@ -8,6 +8,7 @@ import numpy as np
 
 from magi_jax.masks import AttnMask, bands
 from magi_jax.plan.report import PlanReport
+from magi_jax.plan.spec import OWN_KEYS
 from magi_jax.plan.tables import N_ROWS, PEER, SEGMENT_ROWS, SRC_ROW, SliceTable
 from magi_jax.solver import intervals, timeline
 from magi_jax.solver.balanced_units import MAX_PARTS, make_units
@@ -33,7 +34,8 @@ def make_report(
         mask: the mask that was planned, for the lower bounds.
 
     Raises:
-        ValueError: the plan is traced, stacked or local, so that there are no tables to count.
+        ValueError: the plan is traced, stacked or local, so that there are no tables to count; or
+            bounds are asked for of cross-attention.
     """
     require_concrete(plan, "report")
     cp_size = plan.cp_size
@@ -60,9 +62,14 @@ def make_report(
         forward=timeline.simulate(works[0]),
         backward=timeline.simulate(works[1]),
         kernel_us=sum(work.busy_us for work in works),
+        is_cross=plan.spec.keys != OWN_KEYS,
     )
     if mask is None:
         return report
+    if report.is_cross:
+        raise ValueError(
+            "lower bounds are of self-attention; the keys of this plan are other tokens"
+        )
     return replace(report, bounds=_bounds(plan, mask, report.imbalance, ranks_per_node))
 
 

@@ -33,6 +33,8 @@ class PlanReport:
         kernel_us: mean kernel time of a rank, forward and backward together.
         bounds: what no dispatch can beat at this imbalance; None when the report was
             made without the mask.
+        is_cross: whether keys are other tokens than queries, for which nothing here says what a ring
+            would bring.
     """
 
     seq_len: int
@@ -51,6 +53,7 @@ class PlanReport:
     backward: Timeline
     kernel_us: float
     bounds: Bounds | None = None
+    is_cross: bool = False
 
     @property
     def cp_size(self) -> int:
@@ -105,7 +108,7 @@ class PlanReport:
 
     @property
     def ring_rows(self) -> np.ndarray:
-        """Rows that each rank would receive in a ring or an all-gather, int64 ``[cp]``."""
+        """Rows that each rank would receive in a ring or an all-gather of self-attention, int64 ``[cp]``."""
         return self.seq_len - self.tokens
 
     @property
@@ -149,8 +152,15 @@ class PlanReport:
         """
         return self.collective_rows * _row_bytes(num_kv_heads, head_dim, v_head_dim, dtype)
 
+    def _beside_a_ring(self) -> tuple[tuple[str, str], ...]:
+        ring = self.ring_rows
+        share = self.recv_rows.max() / max(int(ring.max()), 1)
+        return (
+            ("ring, all-gather", f"{_span(ring)} rows per rank, {ring.sum():,} in all"),
+            ("worst rank", f"{share:.1%} of what a ring would bring it"),
+        )
+
     def __str__(self) -> str:
-        ring = max(int(self.ring_rows.max()), 1)
         area = self.rank_area
         lines = [
             ("tokens", f"{self.seq_len:,} on {self.cp_size} ranks, {_span(self.tokens)} each"),
@@ -159,11 +169,7 @@ class PlanReport:
             ("remote stages", f"{self.stages} forward, {self.backward_stages} backward"),
             ("rows received", f"{_span(self.recv_rows)} per rank, {self.recv_rows.sum():,} in all"),
             ("rows sent", f"{_span(self.send_rows)} per rank"),
-            (
-                "ring, all-gather",
-                f"{_span(self.ring_rows)} rows per rank, {self.ring_rows.sum():,} in all",
-            ),
-            ("worst rank", f"{self.recv_rows.max() / ring:.1%} of what a ring would bring it"),
+            *(() if self.is_cross else self._beside_a_ring()),
             ("redundancy", f"{self.redundancy:.3f}"),
             ("padded collective", f"{self.collective_rows:,} rows per rank"),
             ("padding", f"{self.padding:.2%} of local rows"),

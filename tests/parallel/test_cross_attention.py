@@ -122,6 +122,16 @@ def test_gradients_on_a_narrow_wire(rng):
         check(answer, keys, expected(problem, mask), tolerance=4e-2)
 
 
+def test_reports_say_nothing_of_rings():
+    plan = DECODER.with_mask(masks.full(Q_LEN, K_LEN), keys=ENCODER)
+    text = str(plan.report())
+    assert "rows received" in text
+    assert "ring" not in text
+    assert "ring" in str(DECODER.report())
+    with pytest.raises(ValueError, match="bounds are of self-attention"):
+        plan.report(mask=masks.full(Q_LEN, K_LEN))
+
+
 def test_one_program_serves_many_masks(rng):
     first, second = (cases.random_mask(rng, Q_LEN, K_LEN, 6) for _ in range(2))
     specs = [DECODER.with_mask(mask, keys=ENCODER, overlap=1).spec for mask in (first, second)]
