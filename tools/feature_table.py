@@ -69,7 +69,6 @@ OWN = {
     ),
     "precision of partial results": (
         "tests/parallel/test_contexts.py::test_kept_keys_and_narrow_reductions",
-        "tests/parallel/test_cross_attention.py::test_gradients_on_a_narrow_wire",
     ),
     "several masks in one step": (
         "tests/parallel/test_many_masks.py::test_layers_take_full_and_sliding_masks_in_turn",

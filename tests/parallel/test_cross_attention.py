@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from magi_jax import masks
-from magi_jax.parallel import DistOptions, dispatch, dist_attention, undispatch
+from magi_jax.parallel import dispatch, dist_attention, undispatch
 from magi_jax.plan import PlanConfig, make_plan, stack_plans
 from magi_jax.testing import cases, hlo
 
@@ -39,7 +39,7 @@ def placed(problem, keys):
     return problem._replace(**rows)
 
 
-def check(answer, keys, wanted, tolerance=2e-5):
+def check(answer, keys, wanted):
     for name in answer._fields:
         got = np.asarray(getattr(answer, name), np.float64)
         if name in ("out", "lse", "dq"):
@@ -47,7 +47,7 @@ def check(answer, keys, wanted, tolerance=2e-5):
         elif name in ("dk", "dv") and keys != "replicated":
             got = undispatch(got, ENCODER)
         want = getattr(wanted, name)
-        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
 def attend(plan, **options):
@@ -56,8 +56,16 @@ def attend(plan, **options):
     )
 
 
-@pytest.mark.parametrize("name", ["documents", "random", "fewer_rows"])
-@pytest.mark.parametrize("keys", [ENCODER, "replicated"], ids=["dispatched", "replicated"])
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("documents", ENCODER),
+        ("fewer_rows", ENCODER),
+        ("random", "replicated"),
+        ("fewer_rows", "replicated"),
+    ],
+    ids=["documents", "fewer_rows", "random_replicated", "fewer_rows_replicated"],
+)
 def test_results_and_gradients(name, keys, rng):
     mask, problem = cross_masks(rng)[name], cross_problem(rng)
     plan = DECODER.with_mask(mask, keys=keys)
@@ -112,16 +120,6 @@ def test_explicit_axes_with_replicated_keys(rng):
         jax.jit(lambda q: dist_attention(q, q, q, plan))(q)
 
 
-def test_gradients_on_a_narrow_wire(rng):
-    mask, problem = cross_masks(rng)["documents"], cross_problem(rng)
-    options = DistOptions(reduce_dtype=jnp.bfloat16)
-    for keys in (ENCODER, "replicated"):
-        plan = DECODER.with_mask(mask, keys=keys)
-        run = attend(plan, mesh=make_mesh(cp=4), options=options)
-        answer = jax.jit(lambda p: value_and_grads(run, p))(placed(problem, keys))  # noqa: B023
-        check(answer, keys, expected(problem, mask), tolerance=4e-2)
-
-
 def test_reports_say_nothing_of_rings():
     plan = DECODER.with_mask(masks.full(Q_LEN, K_LEN), keys=ENCODER)
     text = str(plan.report())
@@ -172,15 +170,15 @@ def test_encoder_and_decoder_train_as_one(rng):
     def sharded(plan):
         return lambda q, k: dist_attention(q, k, k, plan, mesh=make_mesh(cp=4))
 
-    def loss(attentions, undo, weight, source, target):
-        return (undo(model(attentions, weight, source, target)) ** 2).sum()
+    def loss(attentions, weight, source, target):
+        return (model(attentions, weight, source, target) ** 2).sum()
 
     every = [masks.varlen([40, 51]), masks.causal(Q_LEN), mask]
     args = (weight, source, target)
-    wanted = jax.grad(lambda *a: loss([dense(m) for m in every], lambda x: x, *a))(*args)
+    wanted = jax.jit(jax.grad(lambda *a: loss([dense(m) for m in every], *a)))(*args)
     plans = [sharded(plan) for plan in (ENCODER, DECODER, cross)]
     place = (weight, dispatch(source, ENCODER), dispatch(target, DECODER))
-    got = jax.jit(jax.grad(lambda *a: loss(plans, lambda x: x, *a)))(*place)
+    got = jax.jit(jax.grad(lambda *a: loss(plans, *a)))(*place)
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
 
 
