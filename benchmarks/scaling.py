@@ -19,7 +19,7 @@ import numpy as np
 from provenance import RESULTS, ROOT, save
 from scaling_fit import Fit, features, first_fit, fit
 from scaling_model import Machine, Times, step_us
-from scaling_time import Order, choose, load_orders, save_orders, time_orders
+from scaling_time import SLOW, Order, choose, load_orders, save_orders, time_orders
 from scaling_work import (
     FLOPS_PER_PAIR,
     HEAD_DIM,
@@ -118,7 +118,12 @@ def simulate(args) -> None:
     timed: dict[str, dict] = {}
     sources = [json.loads(path.read_text()) for path in args.kernels]
     for source in sources:
-        timed.update(source["pieces"])
+        fastest = max(piece["matmul"] for piece in source["pieces"].values())
+        kept = {k: p for k, p in source["pieces"].items() if p["matmul"] >= SLOW * fastest}
+        print(
+            f"{len(source['pieces']) - len(kept)} pieces were timed on a slow card and are left out"
+        )
+        timed.update(kept)
     works, pieces, posed = all_work(args)
     known = {key: features(pieces[key]) for key in timed if key in pieces}
     fitted = fit(

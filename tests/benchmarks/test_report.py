@@ -1,0 +1,53 @@
+"""The results page is made from whatever is stored, and hides no loss."""
+
+import json
+
+import report
+import report_sections
+
+PROVENANCE = {
+    "device": "a card", "host": "a host", "python": "3.12", "versions": {"jax": "1"},
+    "commit": "abc", "command": "python x.py", "date": "2026-01-01",
+}  # fmt: skip
+
+
+def kernel_row(mask: str, ours: float, peer: float) -> dict:
+    return {
+        "mask": mask, "length": 8192, "head_dim": 128, "pass": "forward", "matmul": 700.0,
+        "tflops": {"ours": ours, "cudnn": peer}, "best_peer": "cudnn", "ratio": ours / peer,
+        "errors": {},
+    }  # fmt: skip
+
+
+def test_page_says_what_is_missing(tmp_path):
+    page = report.page(tmp_path)
+    for title, name, command, _ in report.sections():
+        assert f"## {title}" in page
+        assert name in page
+        assert command in page
+
+
+def test_losses_are_listed(tmp_path):
+    rows = [kernel_row("full", 600.0, 650.0), kernel_row("causal", 600.0, 550.0)]
+    (tmp_path / "kernels_gpu.json").write_text(json.dumps({**PROVENANCE, "rows": rows}))
+    page = report.page(tmp_path)
+    assert "a card" in page
+    assert "`abc`" in page
+    assert "- full 8192, head dim 128, forward: cudnn (0.92)" in page
+    assert "- causal" not in page
+
+
+def test_scaling_lists_strategies_that_are_ahead():
+    rows = [
+        {"cp": 8, "mask": "full", "strategy": name, "forward": f, "backward": b}
+        for name, f, b in (("magi_jax", 600, 500), ("ulysses", 610, 400), ("ring_zigzag", 1, 1))
+    ]
+    stored = {
+        "machine": {"near": 450e3, "far": 50e3, "node": 8, "near_latency_us": 1,
+                    "far_latency_us": 2},
+        "fit_error": {"forward": [0.01, 0.1], "backward": [0.01, 0.1]},
+        "kernels": [PROVENANCE], "timed_pieces": 1, "pieces": 2, "rows": rows,
+    }  # fmt: skip
+    lines = report_sections.scaling(stored)
+    assert "- full, 8 ranks, forward: ulysses (0.98)" in lines
+    assert not any("full, 8 ranks, backward" in line for line in lines)

@@ -1,0 +1,124 @@
+"""The simulation counts every visible pair once, and its model of time keeps to simple bounds."""
+
+import numpy as np
+import pytest
+import scaling
+import scaling_fit
+import scaling_time
+import scaling_work
+from scaling_model import Machine, Times, step_us
+from scaling_work import OURS, Piece, Problem, Work, document_lengths, make_work
+
+from magi_jax import masks
+
+RANKS = 8
+LENGTHS = np.array([700, 90, 400, 1, 333, 524])
+
+
+@pytest.fixture
+def problem():
+    return Problem(masks.varlen(LENGTHS, causal=True), LENGTHS)
+
+
+def areas(calls: np.ndarray, pieces: dict[str, Piece]) -> np.ndarray:
+    return np.array([[pieces[key].area if key else 0 for key in row] for row in calls])
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_every_pair_is_in_one_call(problem, ranks):
+    for name in scaling_work.strategy_names(problem, ranks):
+        pieces: dict[str, Piece] = {}
+        work = make_work(name, problem, ranks, pieces)
+        for calls in (work.calls, work.backward_calls):
+            assert areas(calls, pieces).sum() == problem.mask.area, name
+
+
+def test_travelling_queries_are_counted():
+    seq_len = 4096
+    mask = masks.varlen([512] * 7 + [384], causal=True).shift(0, 0, seq_len, seq_len)
+    mask = mask | masks.global_rows(seq_len, rows=(seq_len - 128, seq_len))
+    pieces: dict[str, Piece] = {}
+    work = make_work(OURS, Problem(mask, document_lengths(mask)), RANKS, pieces)
+    total = areas(work.calls, pieces).sum()
+    if work.travel_calls is not None:
+        total += areas(work.travel_calls[:, None], pieces).sum()
+    assert total == mask.area
+
+
+def test_documents_are_found_again():
+    found = document_lengths(masks.varlen(LENGTHS))
+    np.testing.assert_array_equal(found, LENGTHS)
+    assert len(document_lengths(masks.causal(100))) == 1
+
+
+def test_orders_survive_their_file(problem, tmp_path):
+    pieces: dict[str, Piece] = {}
+    works = [(name, make_work(name, problem, RANKS, pieces)) for name in (OURS, "ring_zigzag")]
+    wanted = scaling_time.choose(works, pieces, scaling_fit.first_fit())
+    orders = {k: scaling_time.Order(pieces[k], tuple(sorted(v))) for k, v in wanted.items()}
+    scaling_time.save_orders(tmp_path / "orders.npz", orders)
+    loaded = scaling_time.load_orders(tmp_path / "orders.npz")
+    assert list(loaded) == list(orders)
+    for key, order in loaded.items():
+        assert order.passes == orders[key].passes
+        np.testing.assert_array_equal(order.piece.slices, orders[key].piece.slices)
+
+
+def test_a_fit_gives_back_what_follows_its_features(problem, rng):
+    pieces: dict[str, Piece] = {}
+    make_work("ring_zigzag", problem, RANKS, pieces)
+    weights = rng.uniform(1, 2, 5)
+    points = [(f, float(f @ weights)) for f in map(scaling_fit.features, pieces.values())]
+    fitted = scaling_fit.fit({"forward": points, "backward": points})
+    assert fitted.errors["forward"][1] < 1e-6
+    with pytest.raises(ValueError, match="no backward pass"):
+        scaling_fit.fit({"forward": points, "backward": []})
+
+
+def test_times_are_measured_where_they_are_known(problem):
+    pieces: dict[str, Piece] = {}
+    work = make_work("allgather_zigzag", problem, RANKS, pieces)
+    first = work.calls[0, 0]
+    timed = {first: {"forward": 123.0}}
+    times, share = scaling.kernel_times(work, pieces, timed, scaling_fit.first_fit())
+    assert times.forward[0, 0] == 123.0
+    assert 0 < share < 1
+
+
+@pytest.mark.parametrize("ranks", [8, 32])
+def test_time_is_kernels_and_what_cannot_hide(problem, ranks):
+    """Just the kernels of a rank where links and sums cost nothing; a slower link never helps."""
+    free = Machine(near=1e18, far=1e18, near_latency_us=0, far_latency_us=0, memory=1e18)
+    for name in scaling_work.strategy_names(problem, ranks):
+        work = make_work(name, problem, ranks, {})
+        shape, backward_shape = work.calls.shape, work.backward_calls.shape
+        times = Times(np.full(shape, 100.0), np.full(backward_shape, 300.0))
+        if work.travel_calls is not None:
+            times = times._replace(travel_forward=np.ones(ranks), travel_backward=np.ones(ranks))
+        ideal = step_us(name, work, times, ranks, free)
+        real = step_us(name, work, times, ranks, Machine())
+        slow = step_us(name, work, times, ranks, Machine(near=45e3, far=5e3))
+        for which in ("forward", "backward"):
+            kernels = times.kernel_us(which).max()
+            np.testing.assert_allclose(ideal[which], kernels, rtol=1e-6, err_msg=name)
+            assert kernels <= real[which] <= slow[which], name
+
+
+def test_a_ring_waits_for_its_slowest_link():
+    """Two nodes of 8 in one ring: with kernels that take nothing, a step takes the hop between nodes."""
+    ranks, rows = 16, 8192
+    calls = np.full((ranks, ranks), "")
+    work = Work(calls, calls, rows)
+    nothing = np.zeros((ranks, ranks))
+    machine = Machine(near_latency_us=0, far_latency_us=0, memory=1e18)
+    found = step_us("ring_contiguous", work, Times(nothing, nothing), ranks, machine)
+    shard = rows * 2 * scaling_work.NUM_KV_HEADS * scaling_work.HEAD_DIM * 2
+    hop = shard / machine.far
+    # Blocks that cross the slow link once need it once; those that follow are held up behind it.
+    assert found["forward"] == pytest.approx((ranks - 1) * hop, rel=0.5)
+    first = calls[:, :1], calls[:, :1], rows
+    gather = step_us(
+        "allgather_zigzag", Work(*first), Times(nothing[:, :1], nothing[:, :1]), ranks, machine
+    )
+    slower = max((ranks - 1) * shard / machine.near, shard / machine.far)
+    assert gather["forward"] == pytest.approx(slower)
