@@ -1,6 +1,6 @@
 #!/bin/sh
-# On a machine with an NVIDIA GPU: correctness first, then all timings, then a short table. Figures go to the
-# given folder.
+# On a machine with NVIDIA GPUs: correctness first, then all timings, then a short table. Figures go to the given
+# folder. The package with its CUDA kernels must be importable.
 #
 #   sh benchmarks/on_gpu.sh [FOLDER] [COMMIT]
 set -eu
@@ -8,9 +8,22 @@ folder="${1:-benchmarks/results}"
 commit="${2:-$(git rev-parse --short HEAD)}"
 mkdir -p "$folder"
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
+
+run() {
+    script="$1"
+    shift
+    python3 "benchmarks/$script" "$@" --commit "$commit"
+}
+
 python3 -m pytest -q -p no:cacheprovider tests/gpu
-python3 benchmarks/kernels.py --commit "$commit" --json "$folder/kernels_gpu.json"
-python3 benchmarks/scaling.py time --commit "$commit" --out "$folder/scaling_kernels.json"
-python3 benchmarks/scaling.py simulate --kernels "$folder/scaling_kernels.json" --out "$folder/scaling.json"
-python3 benchmarks/memory.py --commit "$commit" --json "$folder/memory_gpu.json"
+run kernels.py --json "$folder/kernels_gpu.json"
+run scaling.py prepare
+run scaling.py time --out "$folder/scaling_kernels.json"
+run scaling.py simulate --kernels "$folder/scaling_kernels.json" --out "$folder/scaling.json"
+if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then
+    run scaling_check.py --json "$folder/scaling_check.json"
+fi
+run recompilation.py --seq-len 32768 --heads 64 8 --head-dim 128 --dtype bfloat16 \
+    --json "$folder/recompilation_gpu.json"
+run memory.py --json "$folder/memory_gpu.json"
 python3 benchmarks/report.py --kernels "$folder/kernels_gpu.json"
