@@ -14,6 +14,7 @@ from magi_jax import (
     dispatch,
     dist_attention,
     make_plan,
+    masks,
     undispatch,
 )
 from magi_jax.plan import PlanSpec
@@ -32,18 +33,25 @@ SAMPLE = 24
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What cases share, so that they share a program. ``heads`` is ``(N, K, H, Hv)``."""
+    """What cases share, so that they share a program.
+
+    ``heads`` is ``(N, K, H, Hv)``. With ``keys`` it is cross-attention to so many keys, which are in
+    a dispatch of their own, or all on every rank.
+    """
 
     cp_size: int
     seq_len: int
     chunk_size: int
     dispatch: str
-    stages: int
+    stages: int | tuple[int, int]
     heads: tuple[int, int, int, int] = (4, 2, 8, 6)
     dtype: str = "float32"
     cap: float | None = None
     num_sinks: int = 0
     ranks_per_node: int | None = None
+    travelling: tuple[tuple[int, int], ...] | str = "never"
+    keys: int | None = None
+    replicated: bool = False
     options: DistOptions = dataclasses.field(default_factory=DistOptions)
 
     @property
@@ -55,6 +63,7 @@ class Setup:
             dispatch=self.dispatch,
             overlap=self.stages,
             ranks_per_node=self.ranks_per_node,
+            travelling=self.travelling,
             roll_shifts=(),
         )
 
@@ -67,6 +76,12 @@ SETUPS = {
     "cp8_lpt": Setup(8, 127, 16, "lpt", 4, (6, 1, 4, 8)),
     "cp3_contiguous": Setup(3, 101, 1, "contiguous", 2),
     "cp8_more_ranks_than_chunks": Setup(8, 29, 8, "balanced", 1),
+    "cp4_travelling": Setup(
+        4, 131, 4, "balanced", 2, travelling=((20, 29), (90, 131)), num_sinks=1
+    ),
+    "cp4_other_backward": Setup(4, 113, 4, "lpt", (1, 3), dtype="float16"),
+    "cp4_cross": Setup(4, 109, 4, "balanced", 2, keys=83),
+    "cp3_replicated_keys": Setup(3, 71, 8, "zigzag", 1, keys=149, replicated=True),
 }
 
 
@@ -79,14 +94,20 @@ class Distributed:
         self.mesh = jax.make_mesh(
             (cp_size,), ("cp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:cp_size]
         )
-        self.spec = _sample_spec(self.setup)
+        self.queries = self.keys = None
+        if self.setup.keys is not None:
+            self.queries = make_plan(masks.causal(self.setup.seq_len), cp_size, self.setup.config)
+            if not self.setup.replicated:
+                config = dataclasses.replace(self.setup.config, seq_len=self.setup.keys)
+                self.keys = make_plan(masks.causal(self.setup.keys), cp_size, config)
+        self.spec = self._sample_spec()
         self.compute = jax.jit(functools.partial(_compute, self.setup, self.mesh))
 
     def draw(self, seed: int) -> tuple[HostileMask, HostileValues, np.ndarray | None]:
         """Mask, values and sinks of a seed; the mask may be shorter than the sequence."""
         setup = self.setup
         rng = np.random.default_rng([seed, *self.name.encode()])
-        mask = _mask(rng, setup.seq_len)
+        mask = self._mask(rng)
         values = hostile_values(rng, mask.dense, setup.heads, jnp.dtype(setup.dtype))
         sinks = None
         if setup.num_sinks:
@@ -101,10 +122,8 @@ class Distributed:
         """
         hostile, values, sinks = self.draw(seed)
         plan = self._plan(hostile)
-        operands = Operands(**dispatch(values.operands._asdict(), plan))
-        answer = self.compute(operands, sinks, plan)
-        rows = {n: np.asarray(x, np.float32) for n, x in answer._asdict().items() if n != "dsinks"}
-        answer = Answer(**undispatch(rows, plan), dsinks=answer.dsinks)
+        answer = self.compute(self._dispatched(values.operands, plan), sinks, plan)
+        answer = self._undispatched(answer, plan)
         try:
             check_answer(
                 answer,
@@ -118,27 +137,47 @@ class Distributed:
             raise AssertionError(f"{hostile.family}, {values.kind}: {error}") from error
         return hostile.family, values.kind
 
-    def _plan(self, hostile: HostileMask) -> AttentionPlan:
+    def _dispatched(self, operands: Operands, plan: AttentionPlan) -> Operands:
+        moved = dispatch(operands._replace(k=(), v=()), plan)
+        keys = {"k": operands.k, "v": operands.v}
+        if not self.setup.replicated:
+            keys = dispatch(keys, self.keys or plan)
+        return moved._replace(**keys)
+
+    def _undispatched(self, answer: Answer, plan: AttentionPlan) -> Answer:
+        rows = {n: np.asarray(x, np.float32) for n, x in answer._asdict().items() if n != "dsinks"}
+        keys = {name: rows.pop(name) for name in ("dk", "dv")}
+        if not self.setup.replicated:
+            keys = undispatch(keys, self.keys or plan)
+        return Answer(**undispatch(rows, plan), **keys, dsinks=answer.dsinks)
+
+    def _make_plan(self, hostile: HostileMask, spec: PlanSpec | None) -> AttentionPlan:
         setup = self.setup
-        plan = make_plan(hostile.mask, setup.cp_size, setup.config)
+        if self.queries is None:
+            return make_plan(hostile.mask, setup.cp_size, setup.config, spec)
+        keys = "replicated" if setup.replicated else self.keys
+        return self.queries.with_mask(hostile.mask, keys=keys, overlap=setup.stages, spec=spec)
+
+    def _plan(self, hostile: HostileMask) -> AttentionPlan:
+        plan = self._make_plan(hostile, None)
         if not self.spec.covers(plan.spec):
             self.spec = self.spec.union(plan.spec.scaled(2.0))
-        return make_plan(hostile.mask, setup.cp_size, setup.config, self.spec)
+        return self._make_plan(hostile, self.spec)
 
+    def _mask(self, rng: np.random.Generator) -> HostileMask:
+        """A mask; a square one may be of any length, what is behind its end sees nothing."""
+        size, keys = self.setup.seq_len, self.setup.keys
+        if keys is not None:
+            return hostile_mask(rng, size, keys)
+        length = size if rng.random() < 0.5 else int(rng.integers(1, size + 1))
+        hostile = hostile_mask(rng, length, length)
+        behind = (0, size - length)
+        return dataclasses.replace(hostile, dense=np.pad(hostile.dense, (behind, behind)))
 
-def _mask(rng: np.random.Generator, seq_len: int) -> HostileMask:
-    """A square mask of any length, with what is behind its end as rows that see nothing."""
-    length = seq_len if rng.random() < 0.5 else int(rng.integers(1, seq_len + 1))
-    hostile = hostile_mask(rng, length, length)
-    behind = (0, seq_len - length)
-    return dataclasses.replace(hostile, dense=np.pad(hostile.dense, (behind, behind)))
-
-
-def _sample_spec(setup: Setup) -> PlanSpec:
-    rng = np.random.default_rng(0)
-    masks = [_mask(rng, setup.seq_len).mask for _ in range(SAMPLE)]
-    specs = [make_plan(mask, setup.cp_size, setup.config).spec for mask in masks]
-    return functools.reduce(lambda a, b: a.union(b), specs).scaled(2.0)
+    def _sample_spec(self) -> PlanSpec:
+        rng = np.random.default_rng(0)
+        specs = [self._make_plan(self._mask(rng), None).spec for _ in range(SAMPLE)]
+        return functools.reduce(lambda a, b: a.union(b), specs).scaled(2.0)
 
 
 def _compute(setup: Setup, mesh, operands: Operands, sinks, plan: AttentionPlan) -> Answer:
