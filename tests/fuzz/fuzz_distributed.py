@@ -43,7 +43,7 @@ class Setup:
     seq_len: int
     chunk_size: int
     dispatch: str
-    stages: int | tuple[int, int]
+    stages: int | tuple[int, int] | str
     heads: tuple[int, int, int, int] = (4, 2, 8, 6)
     dtype: str = "float32"
     cap: float | None = None
@@ -80,6 +80,7 @@ SETUPS = {
         4, 131, 4, "balanced", 2, travelling=((20, 29), (90, 131)), num_sinks=1
     ),
     "cp4_other_backward": Setup(4, 113, 4, "lpt", (1, 3), dtype="float16"),
+    "cp4_auto": Setup(4, 157, 4, "balanced", "auto", travelling="auto"),
     "cp4_cross": Setup(4, 109, 4, "balanced", 2, keys=83),
     "cp3_replicated_keys": Setup(3, 71, 8, "zigzag", 1, keys=149, replicated=True),
 }
