@@ -12,6 +12,7 @@ from magi_jax.data.packing import NO_LABEL, Packed
 from magi_jax.masks import AttnMask
 from magi_jax.parallel import dispatch
 from magi_jax.plan import AttentionPlan, PlanConfig, PlanSpec, make_plan, stack_plans
+from magi_jax.solver.overlap import Machine
 
 # What a batch may be: ours, or the dictionary of another pipeline, arrays ``[R, L, ...]`` by name.
 Batch = Packed | Mapping[str, np.ndarray]
@@ -52,7 +53,7 @@ class PlanBatch:
         specs: static sizes of the plans, one per mask; batches that share them share a compiled
             program. None takes the sizes that each batch needs. `fit` finds them.
         grow: let a batch that does not fit ``specs`` take larger sizes, which costs a compilation
-            of the step, rather than refuse it. Every batch is then planned twice.
+            of the step, rather than refuse it.
         segment_ids: key of the segment ids in a dictionary: ``"inputs_segmentation"`` for MaxText.
     """
 
@@ -71,11 +72,15 @@ class PlanBatch:
             ValueError: a plan does not fit ``specs``, and may not ``grow``; the size that is too
                 small is named.
         """
-        specs = self.specs
-        if specs is None or self.grow:
-            specs = self._specs_of(packed, specs)
-        of_rows = [self._plans(ids, specs) for ids in self._ids(packed)]
-        plans = tuple(stack_plans(of_mask) for of_mask in zip(*of_rows, strict=True))
+        if self.specs is None:
+            plans = self._stacked(packed, self._specs_of(packed, None))
+        else:
+            try:
+                plans = self._stacked(packed, self.specs)
+            except ValueError:
+                if not self.grow:
+                    raise
+                plans = self._stacked(packed, self._specs_of(packed, self.specs))
         moved = dispatch(packed, plans[0])
         if not isinstance(moved, Packed):
             return PlannedBatch(moved, plans)
@@ -112,31 +117,34 @@ class PlanBatch:
             )
         return packed[self.segment_ids]
 
+    def _stacked(self, packed: Batch, specs: tuple[PlanSpec, ...]) -> tuple[AttentionPlan, ...]:
+        """One plan per mask in ``specs``, stacked over the sequences."""
+        of_rows = [self._plans(ids, specs) for ids in self._ids(packed)]
+        return tuple(stack_plans(of_mask) for of_mask in zip(*of_rows, strict=True))
+
     def _specs_of(self, packed: Batch, specs: tuple[PlanSpec, ...] | None) -> tuple[PlanSpec, ...]:
         """The smallest specs that cover the batch and the given specs."""
         for ids in self._ids(packed):
-            found = tuple(plan.spec for plan in self._plans(ids, None, like=specs))
+            found = tuple(plan.spec for plan in self._plans(ids, None))
             pairs = zip(specs or found, found, strict=True)
             specs = tuple(old.union(new) for old, new in pairs)
         assert specs is not None
         return specs
 
-    def _plans(
-        self,
-        ids: np.ndarray,
-        specs: tuple[PlanSpec, ...] | None,
-        like: tuple[PlanSpec, ...] | None = None,
-    ) -> list[AttentionPlan]:
-        """One plan per mask, in ``specs``, or in its own sizes with as many stages as ``like``."""
+    def _plans(self, ids: np.ndarray, specs: tuple[PlanSpec, ...] | None) -> list[AttentionPlan]:
+        """One plan per mask, in ``specs`` or in its own sizes."""
         first, *others = (mask(ids) for mask in self.masks)
-        overlaps = [self.config.overlap] * len(self.masks)
-        if like is not None:
-            overlaps = [spec.num_remote_stages for spec in like]
         spec, *other_specs = specs or (None,) * len(self.masks)
         # A mask may end before the padding does.
-        seq_len = self.config.seq_len or len(ids)
-        config = dataclasses.replace(self.config, overlap=overlaps[0], seq_len=seq_len)
+        config = dataclasses.replace(self.config, seq_len=self.config.seq_len or len(ids))
         plans = [make_plan(first, self.cp_size, config, spec)]
-        for mask, overlap, spec in zip(others, overlaps[1:], other_specs, strict=True):
-            plans.append(plans[0].with_mask(mask, overlap=overlap, spec=spec))
+        options: dict[str, Any] = {
+            "overlap": config.overlap,
+            # Ranges that were chosen by hand are those of the first mask.
+            "travelling": "never" if config.travelling == "never" else "auto",
+            "machine": Machine(config.ranks_per_node, config.cost_model),
+            "engine": config.engine,
+        }
+        for mask, spec in zip(others, other_specs, strict=True):
+            plans.append(plans[0].with_mask(mask, spec=spec, **options))
         return plans

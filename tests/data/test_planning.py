@@ -180,3 +180,10 @@ def test_grain_packs_plans_and_resumes():
     again = iter(planned)
     again.set_state(state)
     assert all(map(np.array_equal, expected, jax.tree.leaves(next(again))))
+
+
+@pytest.mark.parametrize("cp_size", [1, 3])
+def test_any_number_of_ranks_is_fitted(cp_size):
+    planner = PlanBatch(cp_size, (CAUSAL, WINDOW), CONFIG).fit(_batches(), num_batches=2)
+    planned = planner(next(_batches()))
+    assert [plan.spec for plan in planned.plans] == list(planner.specs)
