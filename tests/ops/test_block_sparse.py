@@ -35,7 +35,11 @@ def blocks_of(q_len, k_len, block_size):
     return -(-q_len // q_block), -(-k_len // k_block)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "causal", "cap"))
+# Programs that run a few times: little is spent on their code.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "causal", "cap"), compiler_options=QUICK)
 def run(q, k, v, dout, dlse, blocks, *, layout, causal, cap=None):
     """Results and gradients, with the table built in the same program."""
     q_len, k_len, block_size, tile_size = layout
@@ -63,9 +67,7 @@ def check(inputs, blocks, cells, layout, causal, **options):
 
 
 @pytest.mark.parametrize(
-    ("layout", "causal"),
-    [*zip(LAYOUTS, [False, True] * 3, strict=True), (LAYOUTS[0], True)],
-    ids=str,
+    ("layout", "causal"), list(zip(LAYOUTS, [True, False] * 3, strict=True)), ids=str
 )
 def test_random_blocks(layout, causal, rng):
     """Chances from none to all: rows without keys, full runs of several blocks, holes."""
@@ -77,10 +79,9 @@ def test_random_blocks(layout, causal, rng):
         check(inputs, visible, cells, layout, causal)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=str)
-def test_chosen_indices(layout, rng):
+def test_chosen_indices(rng):
     """The top blocks of every query block, some chosen twice and some not at all."""
-    q_len, k_len, block_size, _ = layout
+    layout = q_len, k_len, block_size, _ = LAYOUTS[2]
     num_q, num_k = blocks_of(q_len, k_len, block_size)
     inputs = problem.tensors(rng, problem.Heads(2, 2, 8, 8), q_len=q_len, k_len=k_len)
     blocks = rng.integers(-2, num_k + 1, (num_q, 5))
