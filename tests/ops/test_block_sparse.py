@@ -3,9 +3,11 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import ops_problem as problem
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from magi_jax import flex_flash_attention
 from magi_jax.ops import block_sparse_table
@@ -117,6 +119,29 @@ def test_a_new_choice_compiles_nothing(rng):
         for name, got, want in zip(("dq", "dk", "dv"), gradients, right[:3], strict=True):
             problem.assert_close(got, want, 3e-6, name)
     assert len(traces) == 1
+
+
+def test_sequences_of_a_sharded_batch_choose_their_own(rng):
+    """Tables are built under vmap and where JAX tracks what varies between devices."""
+    q, k, v = (jnp.asarray(rng.standard_normal((4, 96, 2, 8)), jnp.float32) for _ in range(3))
+    blocks = rng.integers(0, 4, (4, 4, 2))
+
+    def attend(blocks, q, k, v):
+        table = block_sparse_table(blocks, 24, 96, causal=True)
+        return flex_flash_attention(q, k, v, table)
+
+    mesh = jax.make_mesh((2,), ("dp",), (AxisType.Auto,), devices=jax.devices()[:2])
+    rows = PartitionSpec("dp")
+    sharded = jax.shard_map(jax.vmap(attend), mesh=mesh, in_specs=rows, out_specs=rows)
+    loss = jax.grad(lambda q: (sharded(blocks, q, k, v) ** 2).sum())
+    got = jax.jit(loss, compiler_options=QUICK)(q)
+    for b in range(4):
+        visible = np.zeros((4, 4), bool)
+        np.put_along_axis(visible, blocks[b], True, axis=1)
+        cells = dense(visible, 96, 96, 24, True)
+        wide = [np.asarray(x[b], np.float64) for x in (q, k, v)]
+        out, _ = oracle.attention(*wide, cells)
+        problem.assert_close(got[b], oracle.attention_grads(*wide, cells, 2 * out).dq, 1e-5, "dq")
 
 
 def test_a_tile_of_seen_blocks_needs_no_mask():
