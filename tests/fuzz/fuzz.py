@@ -22,6 +22,7 @@ import virtual_devices  # noqa: E402
 
 virtual_devices.prepare()
 
+import fuzz_blocks  # noqa: E402
 import fuzz_distributed  # noqa: E402
 import fuzz_single  # noqa: E402
 import jax  # noqa: E402
@@ -118,13 +119,15 @@ def _arguments() -> argparse.Namespace:
 
 def _names(implementations: tuple[str, ...]) -> list[str]:
     if "cpu" in implementations:
-        return [*fuzz_single.FRAMES, *fuzz_distributed.SETUPS]
+        return [*fuzz_single.FRAMES, *fuzz_blocks.BLOCKS, *fuzz_distributed.SETUPS]
     return list(fuzz_single.GPU_FRAMES)
 
 
 def _driver(name: str, implementations: tuple[str, ...]):
     if name in fuzz_distributed.SETUPS:
         return fuzz_distributed.Distributed(name)
+    if name in fuzz_blocks.BLOCKS:
+        return fuzz_blocks.BlockTables(name, implementations)
     return fuzz_single.SingleDevice(name, implementations)
 
 

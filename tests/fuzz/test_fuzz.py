@@ -1,5 +1,6 @@
 """The short form of `make fuzz`: fresh seeds each time, a minute's worth of everything in seconds."""
 
+import fuzz_blocks
 import fuzz_distributed
 import fuzz_single
 import numpy as np
@@ -16,6 +17,13 @@ from magi_jax.testing.hostile_values import KINDS, hostile_values
 def test_single_device(name, count, rng):
     driver = fuzz_single.SingleDevice(name, ("cpu",))
     for seed in rng.integers(0, 2**31, count).tolist():
+        _run(driver, name, seed)
+
+
+@pytest.mark.parametrize("name", ["blocks_index", "blocks_bool_causal"])
+def test_tables_built_on_the_device(name, rng):
+    driver = fuzz_blocks.BlockTables(name, ("cpu",))
+    for seed in rng.integers(0, 2**31, 20).tolist():
         _run(driver, name, seed)
 
 
