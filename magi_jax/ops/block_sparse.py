@@ -99,8 +99,12 @@ def _visible_blocks(blocks: jax.Array, queries: _Axis, keys: _Axis) -> tuple[jax
         if blocks.shape != shape:
             raise ValueError(f"blocks must be bool {list(shape)}, got {list(blocks.shape)}")
         return blocks, shape[1]
+    # A narrow type may not hold the number of blocks, and a wide one not fit int32.
+    if blocks.dtype.itemsize > 4:
+        blocks = jnp.clip(blocks, -1, shape[1])
+    chosen = blocks.astype(jnp.int32)
     # Indices below zero would count from the end.
-    chosen = jnp.where(blocks < 0, shape[1], blocks)
+    chosen = jnp.where(chosen < 0, shape[1], chosen)
     rows = jnp.arange(shape[0])[:, None]
     visible = jnp.zeros(shape, bool).at[rows, chosen].set(True, mode="drop")
     return visible, min(blocks.shape[1], shape[1])
