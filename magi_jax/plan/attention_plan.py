@@ -167,7 +167,7 @@ class AttentionPlan:
                 of an encoder), or "replicated" for all ``mask.k_len`` of them on every rank, which
                 needs no communication. None for the tokens of this plan.
             overlap: number of remote stages, as in `PlanConfig`.
-            travelling: which queries travel, as in `PlanConfig`; none in cross-attention.
+            travelling: which queries travel, as in `PlanConfig`; none to replicated keys.
             spec: sizes to lay the plan out in; None takes this plan's for the dispatch and the
                 mask's own for the stages.
             machine: what to predict times for; None takes the defaults.
@@ -186,9 +186,12 @@ class AttentionPlan:
             require_frame(spec, frame)
             dispatched, rolls = lay_out_dispatch(layout, frame, spec, engine)
         machine = machine or Machine()
-        if kind != OWN_KEYS:
+        if kind == REPLICATED_KEYS:
+            if travelling not in ("auto", "never"):
+                raise ValueError(f"every rank has all keys; nobody need travel, got {travelling=}")
             travelling = "never"
-        ranges = travelling_ranges(travelling, mask.slices, frame, machine, spec)
+        keys_len = self.spec.seq_len if keys is None or isinstance(keys, str) else keys.spec.seq_len
+        ranges = travelling_ranges(travelling, mask.slices, frame, machine, spec, keys_len)
         work = settle_work(
             mask.slices, ranges, layout, home, machine, engine, may_stay=travelling == "auto"
         )

@@ -154,26 +154,26 @@ def _lay_out_travel(work: Work, frame: Frame, spec: PlanSpec | None) -> TravelTa
         return None if wanted is None else empty_travel(wanted)
     if spec is not None and wanted is None:
         raise does_not_fit("spec.travel is None, but queries travel")
-    return _travel_tables(work.travel, frame, wanted, work.engine)
+    return _travel_tables(work.travel, work, frame, wanted)
 
 
 def _travel_tables(
-    travel: Travel, frame: Frame, wanted: TravelSpec | None, engine: str
+    travel: Travel, work: Work, frame: Frame, wanted: TravelSpec | None
 ) -> TravelTables:
     comm = comm_meta(
         transfer.stage_pieces(travel.moved, 0),
         CommSpec(frame.cp_size, frame.local_len, 0, 0, 0, 0),
         None if wanted is None else wanted.comm,
         "spec.travel.comm",
-        engine,
+        work.engine,
     )
     calc = _table(
         travel.away,
         frame,
-        (comm.dst_rows, frame.local_len),
+        (comm.dst_rows, work.keys.local_len),
         None if wanted is None else wanted.calc,
         "spec.travel.calc",
-        engine,
+        work.engine,
     )
     return TravelTables(comm, calc)
 

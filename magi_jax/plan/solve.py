@@ -19,6 +19,7 @@ def travelling_ranges(
     frame: Frame,
     machine: Machine,
     spec: PlanSpec | None,
+    keys_len: int | None = None,
 ) -> Ranges:
     """Queries that are to travel; with "auto" those that should when tokens lie well.
 
@@ -28,13 +29,14 @@ def travelling_ranges(
         frame: identities of the plan.
         machine: what to predict times for.
         spec: sizes to lay the plan out in; in one without room for them nothing travels by itself.
+        keys_len: keys of all ranks; None as many as queries.
     """
     if travelling == "never" or (travelling == "auto" and spec is not None and spec.travel is None):
         return NO_RANGES
     if travelling == "auto":
         edges = chunk_edges(frame.seq_len, frame.chunk_size)
         per_node = machine.node_of(frame.cp_size)
-        return choose_ranges(slices, edges, frame.cp_size, per_node, machine.cost_model)
+        return choose_ranges(slices, edges, frame.cp_size, per_node, machine.cost_model, keys_len)
     begin, end = np.array(travelling, np.int64).reshape(-1, 2).T
     return Ranges(begin, end)
 

@@ -46,7 +46,12 @@ def split_slices(slices: np.ndarray, ranges: Ranges) -> tuple[np.ndarray, np.nda
 
 
 def choose_ranges(
-    slices: np.ndarray, edges: np.ndarray, cp_size: int, ranks_per_node: int, model: CostModel
+    slices: np.ndarray,
+    edges: np.ndarray,
+    cp_size: int,
+    ranks_per_node: int,
+    model: CostModel,
+    keys_len: int | None = None,
 ) -> Ranges:
     """Rows that should travel, if a dispatch spreads them well; none where that does not pay.
 
@@ -56,8 +61,10 @@ def choose_ranges(
         cp_size: number of ranks.
         ranks_per_node: ranks of a node.
         model: the machine.
+        keys_len: keys of all ranks; None as many as queries.
     """
-    share = int(edges[-1]) // cp_size
+    rows_of_rank = int(edges[-1]) // cp_size
+    share = rows_of_rank if keys_len is None else keys_len // cp_size
     if cp_size == 1 or not len(slices) or not _is_wide(slices, share):
         return NO_RANGES
     row, need, keys = _needs(slices, edges)
@@ -71,7 +78,7 @@ def choose_ranges(
         if max(kernel_us, speed.keys_us(left)) < best_us:
             rows = _most_rows(leaves, row.end - row.begin, keys)
             time_us = max(kernel_us, speed.keys_us(left) + speed.rows_us(rows))
-            time_us += 4 * model.merge_us(share)
+            time_us += 4 * model.merge_us(rows_of_rank)
             if time_us < best_us:
                 best_us, chosen = time_us, leaves
     if chosen is None or best_us > WORTHWHILE * first_us:

@@ -81,19 +81,22 @@ def find_work(
 
     Args:
         slices: tight visible slices ``[A, 6]`` of queries whose keys come to them.
-        travelling: those of queries that travel, ``[B, 6]``; none in cross-attention.
+        travelling: those of queries that travel, ``[B, 6]``; none where every rank has all keys.
         layout: who owns which queries.
         keys: where keys are.
         engine: "numpy" or "compiled"; both find the same.
     """
     cut, far = find_remote(slices, layout, keys.layout, engine)
-    travel = _find_travel(travelling, layout, engine) if len(travelling) else None
+    travel = None
+    if len(travelling):
+        assert keys.layout is not None, "nobody travels to keys that are everywhere"
+        travel = _find_travel(travelling, layout, keys.layout, engine)
     return Work(layout, keys, cut, far, travel, engine)
 
 
-def _find_travel(travelling: np.ndarray, layout: Layout, engine: str) -> Travel:
+def _find_travel(travelling: np.ndarray, layout: Layout, keys: Layout, engine: str) -> Travel:
     """The same problem with queries and keys changed over: owners of keys receive queries."""
-    cut, moved = find_remote(bands.transpose(travelling), layout, layout, engine)
+    cut, moved = find_remote(bands.transpose(travelling), keys, layout, engine)
     home, away = (
         StageSlices(bands.transpose(stage.slices), stage.rank)
         for stage in cut_stages(cut, moved, layout, 1, engine).slices

@@ -159,7 +159,7 @@ def check(case, got: Answer, want: Answer) -> None:
     limits = {
         "lse": exact,
         "max_logits": exact,
-        "dsinks": 10 * tolerance,
+        "dsinks": max(10 * tolerance, NARROW_WIRE * narrow),
         # Of travelling queries out and dq travel as well.
         "out": max(tolerance, NARROW_WIRE * narrow),
         "dq": max(tolerance, NARROW_WIRE * narrow),

@@ -45,10 +45,9 @@ DISTRIBUTED = {
     "remat": ("none", "context kept"),
 }
 
-# One kv head makes no two groups; queries travel in self-attention only.
+# One kv head makes no two groups; nobody travels to keys that are everywhere.
 IMPOSSIBLE = {
     frozenset({("heads", "MQA"), ("masks of heads", "one for each group")}),
-    frozenset({("queries", "some travel"), ("keys", "dispatched apart")}),
     frozenset({("queries", "some travel"), ("keys", "replicated")}),
 }
 
@@ -111,7 +110,7 @@ def one_device_cases() -> list[CaseLevels]:
 @functools.cache
 def distributed_cases() -> list[CaseLevels]:
     """Cases of `dist_attention`."""
-    return all_pairs(DISTRIBUTED, seed=12)
+    return all_pairs(DISTRIBUTED, seed=0)
 
 
 def on_a_gpu(case: CaseLevels) -> CaseLevels:

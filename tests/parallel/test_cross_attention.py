@@ -120,6 +120,19 @@ def test_explicit_axes_with_replicated_keys(rng):
         jax.jit(lambda q: dist_attention(q, q, q, plan))(q)
 
 
+def test_few_queries_travel_to_many_keys(rng):
+    """By themselves, where that is cheaper than to bring all keys to all ranks."""
+    latents = make_plan(masks.full(32), 4, PlanConfig(chunk_size=8))
+    tokens = make_plan(masks.causal(4096), 4, PlanConfig(chunk_size=128))
+    mask = masks.full(32, 4096)
+    plan = latents.with_mask(mask, keys=tokens)
+    assert plan.travel is not None
+    assert not plan.report().recv_rows.any()
+    at_home = latents.with_mask(mask, keys=tokens, travelling="never")
+    assert at_home.travel is None
+    assert (at_home.report().recv_rows >= 3 * 1024).all()
+
+
 def test_reports_say_nothing_of_rings():
     plan = DECODER.with_mask(masks.full(Q_LEN, K_LEN), keys=ENCODER)
     text = str(plan.report())
@@ -192,6 +205,8 @@ def test_refusals():
         DECODER.with_mask(mask, keys=make_plan(masks.full(K_LEN), 2))
     with pytest.raises(ValueError, match="sequences have only 53 and 53"):
         DECODER.with_mask(mask, keys=DECODER)
+    with pytest.raises(ValueError, match=r"nobody need travel, got travelling=\(\(0, 9\),\)"):
+        DECODER.with_mask(mask, keys="replicated", travelling=((0, 9),))
     with pytest.raises(ValueError, match="other tokens"):
         DECODER.with_mask(mask, keys=ENCODER).plot("never.png")
     q = np.zeros((4 * DECODER.spec.local_len, 2, 8), np.float32)
