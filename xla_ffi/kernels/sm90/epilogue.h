@@ -6,6 +6,7 @@
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_EPILOGUE_H_
 
 #include "xla_ffi/kernels/sm90/kernel_params.h"
+#include "xla_ffi/kernels/sm90/recompute.h"
 #include "xla_ffi/kernels/sm90/softmax.h"
 
 namespace magi_jax::sm90 {
@@ -34,35 +35,89 @@ struct Epilogue {
   using Element = typename Traits::Element;
   static constexpr int kCount = Traits::kVHeadDim / 2;  // accumulators of a thread
 
-  // Takes the sums over all keys; `row_in_tile` is this thread's first row, its second is 8 below.
-  static __device__ __forceinline__ void Write(const KernelParams& params, const TileNote& tile,
+  // Takes the sums over all keys, when the last product is done: writes lse, and what is to be
+  // float32 altogether, and leaves the factors of the rows for Store. `row_in_tile` is this
+  // thread's first row, its second is 8 below.
+  static __device__ __forceinline__ void Close(const KernelParams& params, const TileNote& tile,
                                                int row_in_tile, float scale_log2,
-                                               const RowStats& stats, float (&o)[kCount]) {
+                                               const RowStats& stats, float (&o)[kCount],
+                                               float (&weights)[2]) {
+    float sums[2], lse_log2[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const int packed_row = row_in_tile + 8 * row;
-      const int token = tile.token + (packed_row >> params.pack_log2);
-      const int head = tile.head + (packed_row & ((1 << params.pack_log2) - 1));
-      const int64_t index = static_cast<int64_t>(token) * params.num_heads + head;
-      const bool inside = token < params.q_len;
-      const float sum = QuadSum(stats.sum[row]);
+      const float sum = sums[row] = QuadSum(stats.sum[row]);
       // Not `sum > 0`: a NaN must reach the output.
-      float weight = sum == 0.0f ? 0.0f : Reciprocal(sum);
-      float lse = sum == 0.0f ? -INFINITY : (stats.reference[row] * scale_log2 + Log2(sum)) * kLn2;
-      if (params.accumulate) {
-        Merge(params, index, inside, row, weight, lse, o);
-      } else if (params.out_is_f32) {
-        float* out = static_cast<float*>(params.out) + index * Traits::kVHeadDim;
-        StoreFloats(out, inside, row, weight, o);
-      } else {
-        Element* out = static_cast<Element*>(params.out) + index * Traits::kVHeadDim;
-        StoreElements(out, inside, row, weight, o);
+      weights[row] = sum == 0.0f ? 0.0f : Reciprocal(sum);
+      lse_log2[row] = sum == 0.0f ? -INFINITY : stats.reference[row] * scale_log2 + Log2(sum);
+    }
+    if (__builtin_expect(IsSpoiled(sums, o), 0)) {
+      RowsAgain<Traits>(params, tile, row_in_tile, scale_log2, lse_log2).Walk(o);
+      weights[0] = weights[1] = 1.0f / RowsAgain<Traits>::kGain;
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const RowPlace place(params, tile, row_in_tile + 8 * row);
+      float lse = lse_log2[row] * kLn2;
+      if (params.out_is_f32) {
+        float* out = static_cast<float*>(params.out) + place.index * Traits::kVHeadDim;
+        if (params.accumulate) {
+          Merge(params, place.index, place.inside, row, weights[row], lse, o);
+        } else {
+          StoreFloats(out, place.inside, row, weights[row], o);
+        }
       }
-      if (inside && threadIdx.x % 4 == 0) params.lse[index] = lse;
+      if (place.inside && threadIdx.x % 4 == 0) {
+        params.lse[place.index] = lse;
+        if (params.row_max != nullptr) {
+          const float top = stats.reference[row] * scale_log2 * kLn2;
+          params.row_max[place.index] = sums[row] == sums[row] ? top : sums[row];
+        }
+      }
+    }
+  }
+
+  // Writes outputs in the type of the operands.
+  static __device__ __forceinline__ void Store(const KernelParams& params, const TileNote& tile,
+                                               int row_in_tile, const float (&weights)[2],
+                                               const float (&o)[kCount]) {
+    if (params.out_is_f32) return;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const RowPlace place(params, tile, row_in_tile + 8 * row);
+      Element* out = static_cast<Element*>(params.out) + place.index * Traits::kVHeadDim;
+      StoreElements(out, place.inside, row, weights[row], o);
     }
   }
 
  private:
+  struct RowPlace {
+    int64_t index;  // of the (token, head) pair
+    bool inside;
+    __device__ __forceinline__ RowPlace(const KernelParams& params, const TileNote& tile,
+                                        int packed_row) {
+      const int token = tile.token + (packed_row >> params.pack_log2);
+      const int head = tile.head + (packed_row & ((1 << params.pack_log2) - 1));
+      index = static_cast<int64_t>(token) * params.num_heads + head;
+      inside = token < params.q_len;
+    }
+  };
+
+  // Whether some row of the warp has an output that is not finite although its sum is: then a
+  // value is not finite, and the row need not see it.
+  static __device__ __forceinline__ bool IsSpoiled(const float (&sums)[2],
+                                                   const float (&o)[kCount]) {
+    float probes[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of row i / 2; NaN once an output is not finite
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) probes[i % 4] = fmaf(o[i], 0.0f, probes[i % 4]);
+    bool spoiled = false;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float probe = probes[2 * row] + probes[2 * row + 1];
+      spoiled |= probe != probe && fabsf(sums[row]) < INFINITY;
+    }
+    return __any_sync(0xFFFFFFFF, spoiled);
+  }
+
   static __device__ __forceinline__ void StoreElements(Element* out, bool inside, int row,
                                                        float weight, const float (&o)[kCount]) {
     const int lane_in_quad = threadIdx.x % 4;

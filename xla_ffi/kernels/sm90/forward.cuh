@@ -10,10 +10,10 @@
 #include <type_traits>
 
 #include "xla_ffi/kernels/sm90/forward_launch.h"
-#include "xla_ffi/kernels/sm90/inspector.h"
 #include "xla_ffi/kernels/sm90/kernel_params.h"
+#include "xla_ffi/kernels/sm90/loader.h"
 #include "xla_ffi/kernels/sm90/mainloop.h"
-#include "xla_ffi/kernels/sm90/producer.h"
+#include "xla_ffi/kernels/sm90/walker.h"
 
 namespace magi_jax::sm90 {
 
@@ -27,16 +27,19 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   auto& shared = *reinterpret_cast<SharedStorage<Traits>*>(shared_bytes);
 
   if (threadIdx.x == 0) {
+    for (int i = 0; i < kNotes; ++i) {
+      BarrierInit(&shared.note_full[i], 1);
+      BarrierInit(&shared.note_empty[i], 1);
+    }
     for (int i = 0; i < Traits::kQStages; ++i) {
       BarrierInit(&shared.q_full[i], 1);
       BarrierInit(&shared.q_empty[i], Traits::kConsumerWarps);
     }
     for (int i = 0; i < Traits::kStages; ++i) {
       BarrierInit(&shared.k_full[i], 1);
-      BarrierInit(&shared.k_empty[i], Traits::kConsumerWarps + kInspectors);
+      BarrierInit(&shared.k_empty[i], Traits::kConsumerWarps);
       BarrierInit(&shared.v_full[i], 1);
-      BarrierInit(&shared.v_clean[i], kInspectors);
-      BarrierInit(&shared.v_empty[i], Traits::kConsumerWarps + kInspectors);
+      BarrierInit(&shared.v_empty[i], Traits::kConsumerWarps);
     }
     BarrierInitFence();
     PrefetchTensorMap(&q_map);
@@ -48,9 +51,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x < 128) {
     LowerRegisters<Traits::kProducerRegisters>();
     if (threadIdx.x < 32) {
-      Producer<Traits>(params, q_map, k_map, v_map, shared).Work();
-    } else {
-      InspectValues(shared);
+      Loader<Traits>(params, q_map, k_map, v_map, shared).Work();
+    } else if (threadIdx.x < 64) {
+      Walker<Traits>(params, shared).Work();
     }
   } else {
     RaiseRegisters<Traits::kConsumerRegisters>();

@@ -23,7 +23,6 @@ template <typename ElementT, int kHeadDimT, int kVHeadDimT, int kBlockNT, int kQ
           bool kLazyT, int kStagesT = 2, bool kTurnsT = true>
 struct ForwardTraits {
   using Element = ElementT;
-  using Pair = std::conditional_t<std::is_same_v<Element, __half>, __half2, __nv_bfloat162>;
   static constexpr int kHeadDim = kHeadDimT;
   static constexpr int kVHeadDim = kVHeadDimT;
   static constexpr int kBlockN = kBlockNT;  // keys of a block
@@ -36,12 +35,15 @@ struct ForwardTraits {
   static constexpr int kQStages = kQStagesT;       // tiles of queries in shared memory
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerWarps = 4 * kConsumers;
-  static constexpr int kProducerRegisters = kVHeadDim > 128 ? 64 : 72;
-  static constexpr int kConsumerRegisters = kVHeadDim > 128 ? 224 : 216;
-  static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 512,
-                "the register file, per thread of a warpgroup");
+  // Registers of a thread. What the consumers gain, the others give up: together they have what
+  // the kernel was launched with, 168 for each warpgroup. Asking for more never returns.
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 3 * 168);
 
-  static constexpr int kBadWords = (kBlockN + 31) / 32;
+  // Keys of a block whose other keys are all hidden: products with values stop there.
+  static constexpr int kShortKeys = (kBlockN / 16 + 1) / 2 * 16;
+
   static constexpr int kChunks = (kHeadDim + kChunk - 1) / kChunk;
   static constexpr int kVChunks = (kVHeadDim + kChunk - 1) / kChunk;
   static constexpr int kRowBytes = kChunk * 2;
@@ -53,32 +55,36 @@ struct ForwardTraits {
   static_assert(kHeadDim % 16 == 0 && kVHeadDim % 32 == 0 && kBlockN % 16 == 0);
 };
 
-// What the producer tells consumers about a block of keys.
+// What the walker tells about a block of keys.
 enum BlockFlags : int32_t {
   kFirstBlock =
       1,  // of its tile: the outputs of the tile before are complete once earlier products are
   kLastBlock = 2,    // of its tile: the queries are free once QK is done
   kMaskedBlock = 4,  // some cell is hidden
   kEndOfWork = 8,    // no block; the consumer is done
+  kShortBlock = 16,  // all keys from kShortKeys on are hidden
+  kClosesTile = 32,  // set by consumers: first of a tile, and not of all tiles
 };
 
-constexpr int kInspectors = 3;  // warps that look through values, beside the producer warp
-constexpr int kMaxInlineSlices = 16;
-constexpr int kBlockSlots =
-    4;  // two more than the stages of any instantiation: see Producer::NoteBlock
+constexpr int kMaxInlineSlices = 16;  // of a note of the backward
+constexpr int kNoteSlices = 8;        // of a note of the forward
+constexpr int kNotes = 8;             // how many blocks the walker may be ahead of the consumers
 
-struct BlockHeader {
-  int32_t key_start, flags, num_slices,
-      ids_begin;  // ids_begin for blocks with more slices than fit inline
-};
-
-struct BlockNote {
-  BlockHeader header;
-  Slice slices[kMaxInlineSlices];
+struct alignas(16) BlockHeader {
+  int32_t key_start, flags;
+  int32_t num_slices, ids_begin;  // negative: more than fit, in `ids` from ids_begin on
 };
 
 struct TileNote {
   int32_t token, head;  // of row 0
+};
+
+// What is known of a block of keys before it is loaded.
+struct BlockNote {
+  BlockHeader header;
+  TileNote tile;
+  int32_t kv_head;
+  Slice slices[kNoteSlices];
 };
 
 template <typename Traits>
@@ -86,25 +92,24 @@ struct SharedStorage {
   alignas(1024) uint8_t q[Traits::kQStages][Traits::kQBytes];  // [warpgroup][chunk][64 rows]
   alignas(1024) uint8_t k[Traits::kStages][Traits::kKBytes];   // [chunk][kBlockN rows]
   alignas(1024) uint8_t v[Traits::kStages][Traits::kVBytes];   // [chunk][kBlockN rows]
-  BlockNote blocks[kBlockSlots];
-  TileNote tiles[Traits::kQStages];
-  // Found by each inspector in masked blocks; the keys, by column, only where it found any.
-  uint32_t bad_keys[Traits::kStages][kInspectors][Traits::kBadWords];
-  bool has_bad_keys[Traits::kStages][kInspectors + 1];
+  BlockNote notes[kNotes];
+  uint64_t note_full[kNotes], note_empty[kNotes];
   uint64_t q_full[Traits::kQStages], q_empty[Traits::kQStages];
   uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
-  uint64_t v_clean[Traits::kStages];  // values of masked blocks are finite
 };
 
 struct KernelParams {
+  const void *q, *k, *v;  // for rows that are done again
   const Slice* slices;
   TileRuns by_query;
   void* out;
   float* lse;
-  int* counter;  // zero at launch; null: tiles are dealt out in turn
+  float* row_max;  // null: not asked for
+  int* counter;    // zero at launch; null: tiles are dealt out in turn
   int q_len, k_len, num_heads, num_slices;
   float scale;
+  float move_threshold;  // growth of a row's maximum that moves its reference, in powers of two
   bool out_is_f32, accumulate;
   bool transform;  // logits need TransformLogits, with
   float transform_scale,

@@ -1,9 +1,9 @@
 // The consumer warpgroups: QK, softmax and PV over one endless stream of key blocks.
 //
 // The stream does not stop at tile borders. While PV of block b runs, QK of block b + 1 is done and
-// its softmax is under way, also when b + 1 belongs to the next tile; the outputs of a tile are
-// written when its last PV is done, between the softmax of the next tile's first block and that
-// block's PV. So a tile of a short document costs its blocks and little else. Two warpgroups take
+// its softmax is under way, also when b + 1 belongs to the next tile. When the last PV of a tile is
+// done its outputs stay in registers until QK of the next tile's second block runs, and are written
+// beside it. So a tile of a short document costs its blocks and little else. Two warpgroups take
 // turns to issue their products, so that one's softmax runs beside the other's products.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_MAINLOOP_H_
@@ -37,7 +37,10 @@ struct Consumer {
       0;  // whose keys are no longer needed; the values of the last of them are still to be used
   TileNote tile;
   RowStats stats;
-  bool all_seen;  // by all rows of this warp, some key of the tile
+  TileNote finished;  // the tile before, whose outputs are still in registers
+  float weights[2];   // of its rows
+  bool
+      keeps_references;  // all rows of this warp have seen a key, and no exact maximum is asked for
 
   float o[kOutputs];
   uint32_t p[kLogits / 2];
@@ -51,96 +54,111 @@ struct Consumer {
 
   __device__ __forceinline__ void Work() {
     WaitForKeys();
-    BlockHeader block = shared.blocks[0].header;
-    if (block.flags & kEndOfWork) return;
+    int flags = shared.notes[0].header.flags;
+    if (flags & kEndOfWork) return;
 
-    FirstStep(block);
+    FirstStep(flags);
     if (Traits::kTurns && warpgroup == 1) NamedBarrierArrive(kTurnBarrier, 256);
 
     while (true) {
       WaitForKeys();
-      const BlockHeader next = shared.blocks[SlotOf<kBlockSlots>(blocks)].header;
-      if (next.flags & kEndOfWork) break;
-      Step(block, next);
-      block = next;
+      const int next_flags = shared.notes[SlotOf<kNotes>(blocks)].header.flags;
+      if (next_flags & kEndOfWork) break;
+      Step(flags, next_flags);
+      flags = next_flags | (next_flags & kFirstBlock ? kClosesTile : 0);
     }
+    if (flags & kClosesTile) StoreTile(finished, weights);
 
-    const uint32_t poisoned = CheckValues(block, tile);
     WaitForValues();
     WgmmaFence();
-    IssuePV(block);
+    IssuePV(flags);
     WgmmaWait<0>();
     PinRegisters(o);
-    if (__builtin_expect(poisoned, 0)) Poison(poisoned);
-    Epilogue<Traits>::Write(params, tile, thread_row, scale_log2, stats, o);
+    CloseTile(tile, stats);
+    StoreTile(tile, weights);
     if (Traits::kTurns && warpgroup == 0)
       NamedBarrierSync(kTurnBarrier, 256);  // the other's last turn
   }
 
  private:
   // QK and softmax of the first block of all, which has no PV beside it.
-  __device__ __forceinline__ void FirstStep(const BlockHeader& block) {
+  __device__ __forceinline__ void FirstStep(int flags) {
     StartTile();
     float s[kLogits], rescale[2];
+    RowMask<kLogits / 2> rows[2];
+    if (flags & kMaskedBlock) MaskRows(rows);
     WgmmaFence();
     IssueQK(s);
     WgmmaCommit();
     WgmmaWait<0>();
     PinRegisters(s);
-    SoftmaxBlock(block, s, rescale);
+    SoftmaxBlock(flags, rows, s, rescale);
     ReleaseKeys();
-    if (block.flags & kLastBlock) ReleaseQueries();
+    if (flags & kLastBlock) ReleaseQueries();
     PackProbabilities<Element>(s, p);
   }
 
-  // PV of `block` beside QK and softmax of `next`.
-  __device__ __forceinline__ void Step(const BlockHeader& block, const BlockHeader& next) {
-    const bool new_tile = next.flags & kFirstBlock;
-    const TileNote finished = tile;
+  // PV of one block beside QK and softmax of the next.
+  __device__ __forceinline__ void Step(int flags, int next_flags) {
+    const TileNote closed = finished;
+    const float closed_weights[2] = {weights[0], weights[1]};
     const RowStats finished_stats = stats;
-    const uint32_t poisoned = CheckValues(block, tile);
-    if (new_tile) StartTile();
+    if (next_flags & kFirstBlock) {
+      finished = tile;
+      StartTile();
+    }
     float s[kLogits];
     TakeTurn();
     WgmmaFence();
     IssueQK(s);
     WgmmaCommit();
+    if (flags & kClosesTile) {
+      if (Traits::kTurns) PassTurn();
+      StoreTile(closed, closed_weights);
+    }
     WaitForValues();
-    IssuePV(block);
-    if (Traits::kTurns) PassTurn();
+    IssuePV(flags);
+    if (Traits::kTurns && !(flags & kClosesTile)) PassTurn();
 
+    RowMask<kLogits / 2> rows[2];
+    if (next_flags & kMaskedBlock) MaskRows(rows);
     WgmmaWait<1>();
     PinRegisters(s);
+    Forget(next_flags);
     float rescale[2];
     bool moved = false;
-    if (Traits::kLazy && all_seen && !new_tile) {
-      PrepareLogits(next, s);
+    if (Traits::kLazy && keeps_references && !(next_flags & kFirstBlock)) {
+      PrepareLogits(next_flags, rows, s);
       if (__builtin_expect(!SoftmaxAtReference(s, stats, scale_log2), false)) {
         RecomputeLogits(s);
-        moved = SoftmaxBlock(next, s, rescale);
+        Forget(next_flags);
+        moved = SoftmaxBlock(next_flags, rows, s, rescale);
       }
     } else {
-      moved = SoftmaxBlock(next, s, rescale);
+      moved = SoftmaxBlock(next_flags, rows, s, rescale);
     }
     PinRegisters(s);
     ReleaseKeys();
-    if (next.flags & kLastBlock) ReleaseQueries();
+    if (next_flags & kLastBlock) ReleaseQueries();
+    Forget(next_flags);
     // The assembler hoists a wait over arithmetic that it does not depend on, here all of the
     // softmax, which would undo the overlap. It stays behind a branch on the softmax's result, if
     // both sides do not share their text.
     if (moved) {
       WgmmaWait<0, 1>();
       FinishPV();
-      if (!new_tile) Rescale(o, rescale);
+      if (!(next_flags & kFirstBlock)) Rescale(o, rescale);
     } else {
       WgmmaWait<0, 2>();
       FinishPV();
     }
-    if (__builtin_expect(poisoned, 0)) Poison(poisoned);
-    if (new_tile)
-      Epilogue<Traits>::Write(params, finished, thread_row, scale_log2, finished_stats, o);
+    if (next_flags & kFirstBlock) CloseTile(finished, finished_stats);
     PackProbabilities<Element>(s, p);
   }
+
+  // Makes the compiler test the flags again rather than keep the outcomes of tests, for which it
+  // has no registers left.
+  static __device__ __forceinline__ void Forget(int& flags) { asm volatile("" : "+r"(flags)); }
 
   __device__ __forceinline__ void TakeTurn() {
     if (Traits::kTurns) NamedBarrierSync(kTurnBarrier + warpgroup, 256);
@@ -159,50 +177,27 @@ struct Consumer {
                 ParityOf<Traits::kStages>(blocks - 1));
   }
 
-  // Waits until the values of `block` are inspected, if it has a mask. Returns bit i where this
-  // thread's row i of `rows_tile` sees a value that is not finite.
-  __device__ __forceinline__ uint32_t CheckValues(const BlockHeader& block,
-                                                  const TileNote& rows_tile) {
-    if (!(block.flags & kMaskedBlock)) return 0;
-    const int slot = SlotOf<Traits::kStages>(blocks - 1);
-    BarrierWait(&shared.v_clean[slot], ParityOf<Traits::kStages>(blocks - 1));
-    const bool* found = shared.has_bad_keys[slot];
-    if (__builtin_expect(!found[0] && !found[1] && !found[2], 1)) return 0;
-    RowMask<kLogits / 2> rows[2];
-    MaskRows(block, blocks - 1, rows_tile, rows);
-    uint32_t poisoned = 0;
-#pragma unroll
-    for (int word = 0; word < RowMask<kLogits / 2>::kWords; ++word) {
-#pragma unroll 1
-      for (int bit = 0; bit < 32 && word * 32 + bit < kLogits / 2; ++bit) {
-        const int element = word * 32 + bit,
-                  column = element / 2 * 8 + threadIdx.x % 4 * 2 + element % 2;
-        uint32_t bad = 0;
-        for (int i = 0; i < kInspectors; ++i) {
-          if (found[i]) bad |= shared.bad_keys[slot][i][column / 32] >> column % 32 & 1;
-        }
-        poisoned |= bad & rows[0].words[word] >> bit | (bad & rows[1].words[word] >> bit) << 1;
-      }
-    }
-    poisoned |= __shfl_xor_sync(0xFFFFFFFF, poisoned, 1);
-    return poisoned | __shfl_xor_sync(0xFFFFFFFF, poisoned, 2);
+  __device__ __forceinline__ void CloseTile(const TileNote& which, const RowStats& rows) {
+    Epilogue<Traits>::Close(params, which, thread_row, scale_log2, rows, o, weights);
   }
 
-  __device__ __forceinline__ void Poison(uint32_t rows) {
-#pragma unroll
-    for (int i = 0; i < kOutputs; ++i) o[i] = rows >> i / 2 % 2 & 1 ? NAN : o[i];
+  __device__ __forceinline__ void StoreTile(const TileNote& which, const float (&by)[2]) {
+    Epilogue<Traits>::Store(params, which, thread_row, by, o);
   }
 
   __device__ __forceinline__ void StartTile() {
     const int slot = SlotOf<Traits::kQStages>(tiles);
     BarrierWait(&shared.q_full[slot], ParityOf<Traits::kQStages>(tiles));
-    tile = shared.tiles[slot];
+    tile = shared.notes[SlotOf<kNotes>(blocks)].tile;
     stats.Reset();
   }
 
   __device__ __forceinline__ void IssueQK(float (&s)[kLogits]) {
-    const uint32_t q = SharedAddress(shared.q[SlotOf<Traits::kQStages>(tiles)]) +
-                       warpgroup * 64 * Traits::kRowBytes * Traits::kChunks;
+    uint32_t q = SharedAddress(shared.q[SlotOf<Traits::kQStages>(tiles)]) +
+                 warpgroup * 64 * Traits::kRowBytes * Traits::kChunks;
+    // With one slot for queries every step's descriptor is the same for the whole launch, and the
+    // compiler would rather keep them all, in registers that it does not have.
+    if (Traits::kQStages == 1) asm volatile("" : "+r"(q));
     const Operand q_operand = OperandOfRows(q),
                   k_operand =
                       OperandOfRows(SharedAddress(shared.k[SlotOf<Traits::kStages>(blocks)]));
@@ -217,34 +212,46 @@ struct Consumer {
   }
 
   // Adds to the outputs, or starts them on the first block of a tile.
-  __device__ __forceinline__ void IssuePV(const BlockHeader& block) {
+  __device__ __forceinline__ void IssuePV(int flags) {
     const Operand v_operand =
         OperandOfColumns(SharedAddress(shared.v[SlotOf<Traits::kStages>(blocks - 1)]),
                          Traits::kBlockN * Traits::kRowBytes);
-    const bool adds = !(block.flags & kFirstBlock);
+    const bool adds = !(flags & kFirstBlock);
+    // Each branch commits its own products: the assembler does not see a group across branches.
+    if (flags & kShortBlock) {
+      MultiplyValues<Traits::kShortKeys>(v_operand, adds);
+      WgmmaCommit();
+    } else {
+      MultiplyValues<Traits::kBlockN>(v_operand, adds);
+      WgmmaCommit();
+    }
+  }
+
+  template <int kKeys>
+  __device__ __forceinline__ void MultiplyValues(Operand v_operand, bool adds) {
 #pragma unroll
-    for (int step = 0; step < Traits::kBlockN / 16; ++step) {
+    for (int step = 0; step < kKeys / 16; ++step) {
       Wgmma<Traits::kVHeadDim>::RegistersShared(o, p + 4 * step,
                                                 v_operand.Advance(step * 2 * kSwizzleAtomBytes),
                                                 step > 0 || adds, Element{});
     }
-    WgmmaCommit();
   }
 
-  // Logits to probabilities. Must come before the keys of the next block are released: see
-  // Producer::NoteBlock.
-  __device__ __forceinline__ bool SoftmaxBlock(const BlockHeader& block, float (&s)[kLogits],
-                                               float (&rescale)[2]) {
-    PrepareLogits(block, s);
-    const bool moved = Softmax(s, stats, rescale, scale_log2);
-    if (Traits::kLazy) all_seen = stats.AllSeen();
+  // Logits to probabilities. Must come before the keys of the block are released: its note goes
+  // with them.
+  __device__ __forceinline__ bool SoftmaxBlock(int flags, const RowMask<kLogits / 2> (&rows)[2],
+                                               float (&s)[kLogits], float (&rescale)[2]) {
+    PrepareLogits(flags, rows, s);
+    const bool moved = Softmax(s, stats, rescale, scale_log2, params.move_threshold);
+    if (Traits::kLazy) keeps_references = params.row_max == nullptr && stats.AllSeen();
     return moved;
   }
 
-  __device__ __forceinline__ void PrepareLogits(const BlockHeader& block, float (&s)[kLogits]) {
+  __device__ __forceinline__ void PrepareLogits(int flags, const RowMask<kLogits / 2> (&rows)[2],
+                                                float (&s)[kLogits]) {
     if (__builtin_expect(params.transform, false))
       TransformLogits(s, params.transform_scale, params.cap_log2);
-    if (block.flags & kMaskedBlock) MaskBlock(block, s);
+    if (flags & kMaskedBlock) ApplyMask(s, rows);
   }
 
   // This thread's logits by plain arithmetic, since the other warps of the warpgroup take no part.
@@ -282,19 +289,13 @@ struct Consumer {
     return ToFloats(*reinterpret_cast<const uint32_t*>(address), Element{});
   }
 
-  __device__ __forceinline__ void MaskBlock(const BlockHeader& block, float (&s)[kLogits]) {
-    RowMask<kLogits / 2> rows[2];
-    MaskRows(block, blocks, tile, rows);
-    ApplyMask(s, rows);
-  }
-
-  // What the rows of `rows_tile` see of the `index`-th block.
-  __device__ __forceinline__ void MaskRows(const BlockHeader& block, uint32_t index,
-                                           const TileNote& rows_tile,
-                                           RowMask<kLogits / 2> (&rows)[2]) {
+  // What this thread's rows see of the block whose logits are at hand.
+  __device__ __forceinline__ void MaskRows(RowMask<kLogits / 2> (&rows)[2]) {
+    const BlockNote& note = shared.notes[SlotOf<kNotes>(blocks)];
+    const BlockHeader block = note.header;
     const int lane_column = threadIdx.x % 4 * 2;
-    const int queries[2] = {rows_tile.token + (thread_row >> params.pack_log2),
-                            rows_tile.token + ((thread_row + 8) >> params.pack_log2)};
+    const int queries[2] = {tile.token + (thread_row >> params.pack_log2),
+                            tile.token + ((thread_row + 8) >> params.pack_log2)};
     rows[0].Clear();
     rows[1].Clear();
     const bool inline_slices = block.num_slices >= 0;
@@ -302,7 +303,7 @@ struct Consumer {
     for (int i = 0; i < count; ++i) {
       Slice slice;
       if (inline_slices) {
-        slice = shared.blocks[SlotOf<kBlockSlots>(index)].slices[i];
+        slice = note.slices[i];
       } else {
         const int id = params.by_query.ids[block.ids_begin + i];
         slice = params.slices[min(max(id, 0), params.num_slices - 1)];
@@ -313,8 +314,10 @@ struct Consumer {
     }
   }
 
-  // One lane of each warp speaks for it: the warp's own products are done.
+  // One lane of each warp speaks for it: the warp's own products are done, and all lanes have read
+  // what stands beside the operands.
   __device__ __forceinline__ void Release(uint64_t* barrier) {
+    __syncwarp();
     if (threadIdx.x % 32 == 0) BarrierArrive(barrier);
   }
 
@@ -326,7 +329,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void ReleaseQueries() {
-    if (threadIdx.x % 32 == 0) BarrierArrive(&shared.q_empty[SlotOf<Traits::kQStages>(tiles)]);
+    Release(&shared.q_empty[SlotOf<Traits::kQStages>(tiles)]);
     ++tiles;
   }
 

@@ -12,11 +12,6 @@
 
 namespace magi_jax::sm90 {
 
-// A row's reference point moves only when its maximum has grown by more than this, in powers of
-// two: probabilities stay below 2^8, which costs no precision in floating point, and most blocks
-// leave the accumulators alone. The result does not depend on the reference point but for rounding.
-constexpr float kRescaleThreshold = 8.0f;
-
 constexpr float kLog2e = 1.4426950408889634f;
 
 struct RowStats {
@@ -84,12 +79,12 @@ __device__ __forceinline__ void Exponentiate(float (&logits)[kCount], const RowS
   }
 }
 
-// Turns logits into probabilities relative to each row's reference, which it moves where needed.
-// `rescale` is what earlier sums and outputs of the rows must be multiplied by. Returns whether any
-// row of the warp moved.
+// Turns logits into probabilities relative to each row's reference, which it moves when the row's
+// maximum has grown by more than `threshold`, in powers of two. `rescale` is what earlier sums and
+// outputs of the rows must be multiplied by. Returns whether any row of the warp moved.
 template <int kCount>
 __device__ __forceinline__ bool Softmax(float (&logits)[kCount], RowStats& stats,
-                                        float (&rescale)[2], float scale_log2) {
+                                        float (&rescale)[2], float scale_log2, float threshold) {
   bool moved = false;
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
@@ -101,7 +96,7 @@ __device__ __forceinline__ bool Softmax(float (&logits)[kCount], RowStats& stats
     }
     const float row_top = QuadMax(fmaxf(top[0], top[1]));
     // False for a row that still has no key: -inf - -inf is NaN.
-    const bool moves = (row_top - stats.reference[row]) * scale_log2 > kRescaleThreshold;
+    const bool moves = (row_top - stats.reference[row]) * scale_log2 > threshold;
     rescale[row] = moves ? Exp2((stats.reference[row] - row_top) * scale_log2) : 1.0f;
     stats.reference[row] = moves ? row_top : stats.reference[row];
     moved |= moves;

@@ -1,0 +1,189 @@
+// The walker warp: walks the slice table and writes a note about each block of keys, several blocks
+// ahead of those who load and use them, so that nobody waits for the table's chains of loads.
+//
+// It decides everything about masks that is uniform over a tile. The runs of the table are those of
+// a table tile; the warp cuts their slices to the tokens of its own, smaller tile, one slice per
+// lane, visits only blocks in which some slice has a cell, and notes beside each block whether it
+// needs a mask and which slices do.
+
+#ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_WALKER_H_
+#define MAGI_JAX_XLA_FFI_KERNELS_SM90_WALKER_H_
+
+#include <climits>
+
+#include "xla_ffi/kernels/sm90/kernel_params.h"
+#include "xla_ffi/kernels/sm90/tile_scheduler.h"
+
+namespace magi_jax::sm90 {
+
+// One slice, cut to the rows of a tile: keys seen by any row, and keys seen by every row.
+struct LaneSlice {
+  int any_begin, any_end, all_begin, all_end;
+
+  __device__ __forceinline__ void Clear() { any_begin = any_end = all_begin = all_end = 0; }
+
+  __device__ __forceinline__ void Cut(const Slice& slice, int first_token, int last_token) {
+    const int low = max(slice.q_start, first_token), high = min(slice.q_end - 1, last_token);
+    any_begin = max(slice.k_start, low + slice.d_min);
+    any_end = low <= high ? min(slice.k_end, high + slice.d_max + 1) : any_begin;
+    const bool every_row = low == first_token && high == last_token;
+    all_begin = max(slice.k_start, high + slice.d_min);
+    all_end = every_row ? min(slice.k_end, low + slice.d_max + 1) : all_begin;
+  }
+};
+
+template <typename Traits>
+struct Walker {
+  const KernelParams& params;
+  SharedStorage<Traits>& shared;
+  const int lane;
+
+  uint32_t blocks = 0;  // handed over
+
+  WorkTile tile;
+  int last_token;  // of the tile, inside the sequence
+  bool has_note;   // a block of this tile is written down and not handed over
+  Run run;
+  int num_chunks;  // groups of 32 slices of the run
+  LaneSlice mine;
+
+  __device__ __forceinline__ Walker(const KernelParams& params, SharedStorage<Traits>& shared)
+      : params(params), shared(shared), lane(threadIdx.x % 32) {}
+
+  // Walks all tiles of this block of the grid.
+  __device__ void Work() {
+    TileScheduler scheduler;
+    const int tokens_per_tile = Traits::kBlockM >> params.pack_log2;
+    while (scheduler.HasWork(params)) {
+      scheduler.Request(params);
+      tile = DecodeWork(params, scheduler.work, tokens_per_tile);
+      if (tile.token < params.q_len) {
+        last_token = min(tile.token + tokens_per_tile, params.q_len) - 1;
+        WalkTile();
+      }
+      scheduler.Advance();
+    }
+    WaitForNote();
+    if (lane == 0) shared.notes[SlotOf<kNotes>(blocks)].header.flags = 0;
+    HandOver(kEndOfWork);
+  }
+
+ private:
+  __device__ void WalkTile() {
+    has_note = false;
+    const int first_run = max(params.by_query.ptr[tile.table_tile], 0);
+    const int end_run = min(params.by_query.ptr[tile.table_tile + 1], params.by_query.num_runs);
+    for (int r = first_run; r < end_run; ++r) WalkRun(params.by_query.runs[r]);
+    if (has_note) {
+      HandOver(kLastBlock);
+    } else {
+      WriteEmptyTile();
+    }
+  }
+
+  __device__ void WalkRun(const Run& next_run) {
+    run = next_run;
+    run.ids_begin = min(max(run.ids_begin, 0), params.by_query.num_ids);
+    run.ids_end = min(max(run.ids_end, 0), params.by_query.num_ids);
+    num_chunks = (run.ids_end - run.ids_begin + 31) / 32;
+    if (num_chunks <= 0) return;
+    LoadSlices(0);
+    for (int key = FirstVisible(0); key < params.k_len; key = FirstVisible(key + Traits::kBlockN)) {
+      const bool first = !has_note;
+      if (!first) HandOver(0);
+      WriteNote(key, first);
+    }
+  }
+
+  __device__ __forceinline__ Slice SliceOf(int index) const {
+    return params.slices[min(max(params.by_query.ids[index], 0), params.num_slices - 1)];
+  }
+
+  __device__ __forceinline__ void LoadSlices(int chunk) {
+    const int index = run.ids_begin + 32 * chunk + lane;
+    mine.Clear();
+    if (index >= run.ids_end) return;
+    mine.Cut(SliceOf(index), tile.token, last_token);
+  }
+
+  // First key at or after `key` that some row of the tile sees, or INT_MAX.
+  __device__ __forceinline__ int FirstVisible(int key) {
+    int first = INT_MAX;
+#pragma unroll 1
+    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+      if (num_chunks > 1) LoadSlices(chunk);
+      const int candidate = max(mine.any_begin, key);
+      if (candidate < mine.any_end) first = min(first, candidate);
+    }
+    return __reduce_min_sync(0xFFFFFFFF, first);
+  }
+
+  __device__ __forceinline__ void WaitForNote() {
+    BarrierWait(&shared.note_empty[SlotOf<kNotes>(blocks)], ParityOf<kNotes>(blocks) ^ 1);
+  }
+
+  // Writes down what others need to know about the block at `key`. It is handed over later: whether
+  // it is the tile's last shows only when the next is looked for.
+  __device__ __forceinline__ void WriteNote(int key, bool first) {
+    WaitForNote();
+    BlockNote& note = shared.notes[SlotOf<kNotes>(blocks)];
+    const int key_end = key + Traits::kBlockN;
+    bool full = key >= run.full_begin && key_end <= run.full_end;
+    int count = 0, visible_end = key;
+#pragma unroll 1
+    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+      if (num_chunks > 1) LoadSlices(chunk);
+      const bool touches = max(mine.any_begin, key) < min(mine.any_end, key_end);
+      const uint32_t touching = __ballot_sync(0xFFFFFFFF, touches);
+      const int position = count + __popc(touching & ((1u << lane) - 1));
+      if (touches && position < kNoteSlices)
+        note.slices[position] = SliceOf(run.ids_begin + 32 * chunk + lane);
+      full |= mine.all_begin <= key && key_end <= mine.all_end;
+      count += __popc(touching);
+      if (touches) visible_end = max(visible_end, mine.any_end);
+    }
+    full = __any_sync(0xFFFFFFFF, full);
+    const bool is_short = __all_sync(0xFFFFFFFF, visible_end - key <= Traits::kShortKeys);
+    // A block with too many slices hands over the run's whole list.
+    if (count > kNoteSlices) count = run.ids_begin - run.ids_end;
+    const int flags =
+        (first ? kFirstBlock : 0) | (full ? 0 : kMaskedBlock) | (is_short ? kShortBlock : 0);
+    if (lane == 0) {
+      note.header = {key, flags, count, run.ids_begin};
+      note.tile = {tile.token, tile.head};
+      note.kv_head = tile.kv_head;
+    }
+    has_note = true;
+  }
+
+  __device__ __forceinline__ void HandOver(int flags) {
+    const int slot = SlotOf<kNotes>(blocks);
+    __syncwarp();
+    if (lane == 0) {
+      shared.notes[slot].header.flags |= flags;
+      BarrierArrive(&shared.note_full[slot]);
+    }
+    ++blocks;
+  }
+
+  // Rows that see no key at all: out = 0, lse = -inf, or what was there before.
+  __device__ void WriteEmptyTile() {
+    const int pack = 1 << params.pack_log2;
+    const int words =
+        Traits::kVHeadDim * (params.out_is_f32 ? 4 : 2) / 16 * pack;  // of 16 bytes, per token
+    const int row_words = words / pack * params.num_heads;
+    for (int row = tile.token; row <= last_token; ++row) {
+      const int64_t index = static_cast<int64_t>(row) * params.num_heads + tile.head;
+      if (params.row_max != nullptr && lane < pack) params.row_max[index + lane] = -INFINITY;
+      if (params.accumulate) continue;
+      uint4* out = static_cast<uint4*>(params.out) + static_cast<int64_t>(row) * row_words +
+                   words / pack * tile.head;
+      for (int i = lane; i < words; i += 32) out[i] = make_uint4(0, 0, 0, 0);
+      if (lane < pack) params.lse[index + lane] = -INFINITY;
+    }
+  }
+};
+
+}  // namespace magi_jax::sm90
+
+#endif  // MAGI_JAX_XLA_FFI_KERNELS_SM90_WALKER_H_
