@@ -30,6 +30,7 @@ constexpr int kPanel = 2 * kLanes;  // floats of a panel: the width of a registe
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t UIntVec __attribute__((vector_size(kLanes * 4)));
 
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504088896341f;
@@ -79,7 +80,9 @@ MAGI_JAX_INLINE Vec Exp2(Vec x) {
   p = p * f + 2.40226477e-1f;
   p = p * f + 6.93147182e-1f;
   p = p * f + 1.0f;
-  const Vec power = FromBits((Bits(shifted) << 23) + (127 << 23));
+  // Unsigned: hidden cells may hold anything, and what they give is not used.
+  const UIntVec power_bits = (reinterpret_cast<UIntVec>(shifted) << 23) + (127u << 23);
+  const Vec power = reinterpret_cast<Vec>(power_bits);
   return Select(tiny, Vec{}, p * power);
 }
 
