@@ -42,6 +42,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=120, help="time of each fuzzer")
     parser.add_argument("--jobs", default="2", help="compilers at a time")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="what to give to pytest")
+    parser.add_argument("--select", default="", help="as pytest's -k")
     args = parser.parse_args()
     build_modules(args.jobs)
     python = [sys.executable, "-m"]
@@ -50,7 +51,7 @@ def main() -> int:
     steps = {
         "fuzzing slice tables": lambda: fuzz_tables(args.seconds),
         "fuzzing attention": lambda: run([*fuzz, "--seconds", str(args.seconds)], preload=True),
-        "tests": lambda: run([*pytest, *args.tests], preload=True),
+        "tests": lambda: run([*pytest, "-k", args.select, *args.tests], preload=True),
     }
     failed = 0
     for title, step in steps.items():
