@@ -44,7 +44,7 @@ def block_sparse_table(
 
     The sizes of the table follow from the shapes alone: about ``QB * X`` slices of 24 bytes, where ``X``
     is the number of blocks that a query block may see. Give the chosen blocks as indices where they are
-    few.
+    few. While it is built, several int32 arrays of ``QB * KB`` elements are in memory.
 
     Args:
         blocks: which key blocks each query block sees: bool ``[QB, KB]``; or integer indices
