@@ -125,6 +125,58 @@ them.
 
 ## How to ask for them
 """
+EXAMPLES = """
+## Examples
+
+```python
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import magi_jax as mj
+
+rng = np.random.default_rng(0)
+q, k, v = (jnp.asarray(rng.standard_normal((256, heads, 16)), jnp.float32) for heads in (4, 2, 2))
+
+# QK-clip: the largest logit of each head says by how much its projections are to shrink.
+out, max_logits = mj.flex_flash_attention(q, k, v, mj.masks.causal(256), return_max_logits=True)
+shrink = jnp.minimum(1.0, 100.0 / max_logits)
+
+# One group of heads sees everything before it, the other a window.
+both = [mj.masks.causal(256), mj.masks.local(256, window=(31, 0))]
+out = mj.flex_flash_attention(q, k, v, both)
+
+
+# Each block of 64 queries chooses two blocks of keys, in the same program and anew with every batch.
+@jax.jit
+def sparse(q, k, v):
+    pooled_q, pooled_k = (x.reshape(4, 64, -1, 16).mean((1, 2)) for x in (q, k))
+    _, chosen = jax.lax.top_k(pooled_q @ pooled_k.T, 2)
+    return mj.flex_flash_attention(q, k, v, mj.block_sparse_table(chosen, 64, 256, causal=True))
+
+
+assert sparse(q, k, v).shape == q.shape
+```
+
+Cross-attention over four ranks: decoder and encoder each have a plan, and a third has the queries of one and
+the keys of the other.
+
+```python
+auto = jax.sharding.AxisType.Auto
+mesh = jax.make_mesh((4,), ("cp",), (auto,), devices=jax.devices()[:4])
+decoder = mj.make_plan(mj.masks.causal(96), cp_size=4)
+encoder = mj.make_plan(mj.masks.full(256), cp_size=4)
+cross = decoder.with_mask(mj.masks.full(96, 256), keys=encoder)
+queries = mj.dispatch(np.asarray(q[:96]), decoder)
+keys, values = mj.dispatch((np.asarray(k), np.asarray(v)), encoder)
+out = mj.dist_attention(queries, keys, values, cross, mesh=mesh)
+
+# The same with the keys whole on every rank, as those of a short prompt may be.
+whole = decoder.with_mask(mj.masks.full(96, 256), keys="replicated")
+again = mj.dist_attention(queries, k, v, whole, mesh=mesh)
+np.testing.assert_allclose(out, again, rtol=1e-5, atol=1e-5)
+```
+"""
 COMBINED = """
 ## In combination
 
@@ -164,7 +216,7 @@ def page() -> str:
     """The text of docs/features.md."""
     lines = [HEADER, "| feature | how |", "|---|---|"]
     lines += [f"| {feature} | {how} |" for feature, how in HOW]
-    lines.append(COMBINED)
+    lines += [EXAMPLES, COMBINED]
     lines += combinations("One device", ONE_DEVICE, one_device_cases(), "test_one_device")
     lines += combinations("Distributed", DISTRIBUTED, distributed_cases(), "test_distributed")
     lines += ["\n## Tests of single features\n", "| feature | tests |", "|---|---|"]
