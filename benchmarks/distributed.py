@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--masks", nargs="+", help="names of masks; all by default")
     parser.add_argument("--transports", nargs="+", default=["native", "portable"])
     parser.add_argument("--overlap", default="auto", help="remote stages")
-    parser.add_argument("--blocks", type=int, default=16, help="of a kernel that moves rows")
+    parser.add_argument("--blocks", type=int, default=8, help="of a kernel that moves rows")
     parser.add_argument("--no-single", action="store_true", help="skip the single GPU")
     parser.add_argument("--trace", type=pathlib.Path, help="folder for a profile of every case")
     parser.add_argument("--coordinator")

@@ -29,8 +29,8 @@ from magi_jax.plan import AttentionPlan
 
 PLACEMENTS = ("direct", "staged")
 
-# One SM each; a read over NVLink with 16 of them reaches the rate of the link.
-_NUM_BLOCKS = 16
+# One SM each; reads over NVLink by 8 of them reach nearly the rate of more, see docs/collectives.md.
+_NUM_BLOCKS = 8
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 

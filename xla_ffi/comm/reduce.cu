@@ -152,8 +152,9 @@ __device__ void StreamLeaf(const Meeting& meeting, const Leaf& leaf, const Sourc
   constexpr int kTotals = kElements * sizeof(Sum) / 16;
   auto* result = static_cast<Sum*>(leaf.result);
   const uint32_t lane = threadIdx.x % 32;
-  Sum sums[kLaneVectors][kElements] = {};
-  const auto flush = [&](uint32_t row, uint32_t begin, uint32_t bytes) {
+  Sum sums[kLaneVectors][kElements];
+  // Rows without parts come in between the parts of others: `sums` is not theirs.
+  const auto store = [&](uint32_t row, uint32_t begin, uint32_t bytes, bool is_empty) {
 #pragma unroll
     for (int k = 0; k < kLaneVectors; ++k) {
       const uint32_t i = k * 32 + lane;
@@ -163,12 +164,10 @@ __device__ void StreamLeaf(const Meeting& meeting, const Leaf& leaf, const Sourc
         Total total;
 #pragma unroll
         for (int e = 0; e < 16 / static_cast<int>(sizeof(Sum)); ++e) {
-          total.values[e] = sums[k][t * (16 / sizeof(Sum)) + e];
+          total.values[e] = is_empty ? Sum{} : sums[k][t * (16 / sizeof(Sum)) + e];
         }
         if (i * 16 < bytes) reinterpret_cast<Total*>(result + first)[t] = total;
       }
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) sums[k][e] = Sum{};
     }
   };
   StreamRows(
@@ -179,6 +178,10 @@ __device__ void StreamLeaf(const Meeting& meeting, const Leaf& leaf, const Sourc
         const auto* parts = reinterpret_cast<const Part*>(memory);
 #pragma unroll
         for (int k = 0; k < kLaneVectors; ++k) {
+          if (note.first) {
+#pragma unroll
+            for (int e = 0; e < kElements; ++e) sums[k][e] = Sum{};
+          }
           const uint32_t i = k * 32 + lane;
           if (i * 16 >= bytes) continue;
           const Part part = parts[i];
@@ -187,9 +190,9 @@ __device__ void StreamLeaf(const Meeting& meeting, const Leaf& leaf, const Sourc
             sums[k][e] = Add(sums[k][e], ToSum(part.values[e]));
           }
         }
-        if (note.last) flush(note.row, note.begin, bytes);
+        if (note.last) store(note.row, note.begin, bytes, false);
       },
-      flush);
+      [&](uint32_t row, uint32_t begin, uint32_t bytes) { store(row, begin, bytes, true); });
 }
 
 template <class T, class Sum>

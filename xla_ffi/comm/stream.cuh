@@ -30,7 +30,7 @@ __device__ inline bool IsStreamed(const Move& move, const Leaf& leaf) {
 // A part of a row in flight, as all lanes of the warp know it.
 struct SlotNote {
   uint32_t row, begin;  // of the result; byte in the row of the operand
-  bool last;            // of the row's parts
+  bool first, last;     // of the row's parts
 };
 
 // One warp's ring. All lanes call all functions together.
@@ -97,7 +97,8 @@ class Ring {
     SlotNote note;
     note.row = __shfl_sync(~0u, note_.row, slot);
     note.begin = __shfl_sync(~0u, note_.begin, slot);
-    note.last = __shfl_sync(~0u, note_.last, slot);
+    note.first = __shfl_sync(~0u, static_cast<int>(note_.first), slot) != 0;
+    note.last = __shfl_sync(~0u, static_cast<int>(note_.last), slot) != 0;
     body(slots_ + slot * kSlotBytes, note);
     __syncwarp();
     ++consumed_;
@@ -149,7 +150,7 @@ __device__ void StreamRows(Ring& ring, uint32_t rows, uint32_t row_bytes, MakeCu
         if (lane == i) cursor.Advance();
         const bool last = __shfl_sync(~0u, cursor.peer, i) < 0;
         if (ring.IsFull()) consume_one();
-        ring.Produce(address(peer, part_row) + begin, bytes_at(begin), {row, begin, last});
+        ring.Produce(address(peer, part_row) + begin, bytes_at(begin), {row, begin, !any, last});
       }
       if (!any) empty(row, begin, bytes_at(begin));
     }
