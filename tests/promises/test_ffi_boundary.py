@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+import magi_jax as mj
+
 TARGETS = ("magi_jax_ffa_forward", "magi_jax_ffa_forward_accumulate", "magi_jax_ffa_backward")
 
 
@@ -36,6 +38,16 @@ def test_hostile_structure(call, mutate, rng):
     assert refused
     for x, y in zip(expected, call.run(), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_head_dims_past_the_scratch_are_refused(rng):
+    q = rng.normal(size=(1, 1, 2**16 + 1)).astype(np.float32)
+    refusal = (ValueError, jax.errors.JaxRuntimeError)
+    with pytest.raises(refusal, match="head dims of up to 65536, got 65537 and 1"):
+        mj.flex_flash_attention(q, q, q[..., :1], mj.masks.full(1), implementation="cpu")
+    largest = q[..., :-1]
+    out = mj.flex_flash_attention(largest, largest, q[..., :1], mj.masks.full(1))
+    np.testing.assert_allclose(out, q[..., :1], rtol=1e-6)
 
 
 def _is_refused(call, names=("",)):

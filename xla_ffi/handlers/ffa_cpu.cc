@@ -28,11 +28,19 @@ ffi::Error OutOfMemory(int64_t floats) {
                     "no memory for " + std::to_string(floats * 4) + " bytes of scratch per thread");
 }
 
-ffi::Error CheckTileSize(const Problem& problem) {
-  if (problem.tile_size <= cpu::kMaxTileSize) return ffi::Error::Success();
-  return InvalidArgument("the CPU kernels take tiles of up to " +
-                         std::to_string(cpu::kMaxTileSize) + " rows, got tile_size " +
-                         std::to_string(problem.tile_size));
+// What offsets inside of scratch, int32, have room for.
+ffi::Error CheckSizes(const Problem& problem) {
+  if (problem.tile_size > cpu::kMaxTileSize) {
+    return InvalidArgument("the CPU kernels take tiles of up to " +
+                           std::to_string(cpu::kMaxTileSize) + " rows, got tile_size " +
+                           std::to_string(problem.tile_size));
+  }
+  if (std::max(problem.head_dim, problem.v_head_dim) > cpu::kMaxHeadDim) {
+    return InvalidArgument(
+        "the CPU kernels take head dims of up to " + std::to_string(cpu::kMaxHeadDim) + ", got " +
+        std::to_string(problem.head_dim) + " and " + std::to_string(problem.v_head_dim));
+  }
+  return ffi::Error::Success();
 }
 
 // A walk and the slices that it speaks of, values included: tables are in host memory here.
@@ -46,7 +54,7 @@ ffi::Error DecodeWalk(const TileRunsOperands& operands, int32_t length, int32_t 
 template <typename Params>
 ffi::Error DecodeTable(const TableOperands& table, Params* params) {
   Problem& problem = params->problem;
-  MAGI_JAX_RETURN_IF_ERROR(CheckTileSize(problem));
+  MAGI_JAX_RETURN_IF_ERROR(CheckSizes(problem));
   MAGI_JAX_RETURN_IF_ERROR(DecodeSlices(table.slices, &problem, &params->slices));
   MAGI_JAX_RETURN_IF_ERROR(CheckSliceValues(params->slices, problem));
   return DecodeWalk(table.by_query, problem.q_len, problem.k_len, problem, &params->by_query);

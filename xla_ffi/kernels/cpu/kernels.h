@@ -11,6 +11,7 @@
 namespace magi_jax::cpu {
 
 constexpr int32_t kMaxTileSize = 1024;
+constexpr int32_t kMaxHeadDim = 1 << 16;
 
 // Each function does one independent unit of work in the calling thread, with `scratch` of as many
 // floats as the matching *_scratch function says, aligned to 64 bytes.
