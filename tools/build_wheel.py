@@ -6,10 +6,13 @@ such as 0.1.0+cuda13, so that they are told apart; install them beside jax[cuda1
 """
 
 import argparse
+import base64
+import hashlib
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,6 +23,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cuda", choices=("12", "13"), help="major version; default: CPU only")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument(
+        "--no-isolation",
+        action="store_true",
+        help="build with the packages that are installed here",
+    )
     args = parser.parse_args()
     defines = {"MAGI_JAX_CUDA": "OFF"}
     if args.cuda:
@@ -27,13 +35,13 @@ def main() -> None:
         defines = {"MAGI_JAX_CUDA": "ON", "MAGI_JAX_CUDA_KERNELS": "all"}
     settings = [f"--config-settings=cmake.define.{name}={v}" for name, v in defines.items()]
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(args.out)]
-    before = set(args.out.glob("*.whl"))
+    if args.no_isolation:
+        command.append("--no-build-isolation")
     subprocess.run([*command, "--quiet", *settings, str(ROOT)], check=True)
-    wheels = sorted(args.out.glob("*.whl"), key=lambda path: path.stat().st_mtime)
-    wheel = wheels[-1]
+    wheel = max(args.out.glob("*.whl"), key=lambda path: path.stat().st_mtime)
     if args.cuda:
-        wheel = _with_local_version(wheel, f"cuda{args.cuda}")
-    print(wheel if wheel not in before else f"{wheel} (replaced)")
+        wheel = with_local_version(wheel, f"cuda{args.cuda}")
+    print(wheel)
 
 
 def _check_nvcc(major: str) -> None:
@@ -47,23 +55,30 @@ def _check_nvcc(major: str) -> None:
         sys.exit(f"error: {nvcc} is {release}, but --cuda {major} was asked for.")
 
 
-def _with_local_version(wheel: Path, local: str) -> Path:
-    """Renames a wheel and its metadata: ``0.1.0`` becomes ``0.1.0+local``."""
+def with_local_version(wheel: Path, local: str) -> Path:
+    """Renames a wheel and what it says of itself: version ``0.1.0`` becomes ``0.1.0+local``."""
     name, version, *tags = wheel.stem.split("-")
-    folder = wheel.parent / "unpacked"
-    subprocess.run([sys.executable, "-m", "wheel", "unpack", "-d", str(folder), wheel], check=True)
-    (tree,) = folder.iterdir()
-    info = tree / f"{name}-{version}.dist-info"
-    text = (info / "METADATA").read_text()
-    text = text.replace(f"\nVersion: {version}\n", f"\nVersion: {version}+{local}\n", 1)
-    (info / "METADATA").write_text(text)
-    info.rename(tree / f"{name}-{version}+{local}.dist-info")
-    subprocess.run(
-        [sys.executable, "-m", "wheel", "pack", "-d", str(wheel.parent), str(tree)], check=True
-    )
-    shutil.rmtree(folder)
+    old, new = f"{name}-{version}.dist-info", f"{name}-{version}+{local}.dist-info"
+    out = wheel.with_name("-".join([name, f"{version}+{local}", *tags]) + ".whl")
+    records = []
+    with (
+        zipfile.ZipFile(wheel) as source,
+        zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for entry in source.infolist():
+            data, path = source.read(entry), entry.filename.replace(old, new, 1)
+            if path == f"{new}/RECORD":
+                continue
+            if path == f"{new}/METADATA":
+                line = f"\nVersion: {version}\n".encode()
+                data = data.replace(line, f"\nVersion: {version}+{local}\n".encode(), 1)
+            entry.filename = path
+            target.writestr(entry, data)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            records.append(f"{path},sha256={digest},{len(data)}\n")
+        target.writestr(f"{new}/RECORD", "".join([*records, f"{new}/RECORD,,\n"]))
     wheel.unlink()
-    return wheel.with_name("-".join([name, f"{version}+{local}", *tags]) + ".whl")
+    return out
 
 
 if __name__ == "__main__":
