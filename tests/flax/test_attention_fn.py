@@ -90,3 +90,12 @@ def test_linen_asks_and_is_refused(inputs):
     )
     with pytest.raises(NotImplementedError, match="dropout_rate"):
         module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, inputs)
+
+
+def test_mask_of_a_linen_call_is_not_lost_in_silence(inputs):
+    """Linen passes on only what the signature names; ours names the mask and refuses it."""
+    module = linen.MultiHeadDotProductAttention(
+        num_heads=4, attention_fn=mj.flax.attention_fn(MASK)
+    )
+    with pytest.raises(NotImplementedError, match="mask: the mask is the plan's"):
+        module.init(jax.random.key(0), inputs, mask=MASK.dense())
