@@ -57,7 +57,8 @@ py::dict BuildInfo() {
 }
 
 #ifdef MAGI_JAX_WITH_CUDA
-// (description, refusal), one of them empty. Extents and dtypes as in `Problem`, dtypes by name.
+// (description, refusal, scratch bytes), one of the texts empty. Extents and dtypes as in
+// `Problem`, dtypes by name.
 py::tuple ChooseCudaKernel(const std::string& path, bool backward, const std::string& dtype,
                            const std::string& out_dtype, const std::vector<int32_t>& extents,
                            float logits_soft_cap, bool row_max) {
@@ -80,7 +81,7 @@ py::tuple ChooseCudaKernel(const std::string& path, bool backward, const std::st
   problem.dtype = decode(dtype);
   const KernelChoice choice = backward ? ChooseBackward(path, problem, decode(out_dtype))
                                        : ChooseForward(path, problem, decode(out_dtype), row_max);
-  return py::make_tuple(choice.description, choice.refusal);
+  return py::make_tuple(choice.description, choice.refusal, choice.scratch_bytes);
 }
 #endif
 
@@ -93,7 +94,8 @@ PYBIND11_MODULE(_ffi, m) {
 #ifdef MAGI_JAX_WITH_CUDA
   m.def(
       "choose_cuda_kernel", &ChooseCudaKernel,
-      "(description, refusal) of a path for (T, S, N, K, H, Hv, tile_size); one of them is empty.");
+      "(description, refusal, scratch bytes) of a path for (T, S, N, K, H, Hv, tile_size); one of "
+      "the texts is empty.");
   BindGroup(m);
 #endif
 }

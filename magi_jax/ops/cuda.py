@@ -18,11 +18,6 @@ from magi_jax.ops import base, ffa_calls, ffi
 from magi_jax.ops.ffa_calls import Kernel
 from magi_jax.plan import SliceTable
 
-# Scratch results of the paths that need them: a counter with which thread blocks share out tiles.
-_FORWARD_SCRATCH = {"sm80": (), "sm90": (((1,), np.int32),)}
-
-_STAT_TILE, _STAT_PADDING = 32, 64  # of `StatRows` in xla_ffi/kernels/sm90/backward_stats.cuh
-
 _LOWEST_CAPABILITY = (8, 0)
 _ONLY_CAPABILITY = {"sm90": (9, 0)}
 
@@ -69,8 +64,7 @@ class CudaImplementation(base.Implementation):
         options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
         dtype = base.check_forward(q, k, v, table, options, accumulate, out_dtype)
         case = (q, k, v, table, dtype, logits_soft_cap)
-        path, _ = self._choose("forward", *case, with_row_max)
-        kernel = Kernel(f"_{path}", _FORWARD_SCRATCH[path])
+        kernel, _ = self._choose("forward", *case, with_row_max)
         return ffa_calls.forward(
             kernel, (q, k, v), table, dtype, accumulate, with_row_max, **options
         )
@@ -94,8 +88,7 @@ class CudaImplementation(base.Implementation):
         base.check_options(scale, logits_soft_cap)
         options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
         dtype = base.result_dtype(dkv_dtype, k, "dkv_dtype")
-        path, _ = self._choose("backward", q, k, v, table, dtype, logits_soft_cap)
-        kernel = Kernel(f"_{path}", _backward_scratch(path, q))
+        kernel, _ = self._choose("backward", q, k, v, table, dtype, logits_soft_cap)
         return ffa_calls.backward(kernel, (dout, q, k, v, lse, delta), table, dtype, **options)
 
     def describe(
@@ -120,8 +113,8 @@ class CudaImplementation(base.Implementation):
 
     def _choose(
         self, direction: str, q, k, v, table, result_dtype, logits_soft_cap, row_max=False
-    ) -> tuple[str, str]:
-        """The path that serves a call, and its description."""
+    ) -> tuple[Kernel, str]:
+        """The kernel that serves a call, and its description."""
         module = ffi.load()
         if not module.build_info()["cuda"]:
             raise NotImplementedError(
@@ -133,12 +126,13 @@ class CudaImplementation(base.Implementation):
         dtypes = (jnp.dtype(q.dtype).name, jnp.dtype(result_dtype).name)
         reasons = []
         for path in self.backward_paths if backward else self.forward_paths:
-            description, refusal = module.choose_cuda_kernel(
+            description, refusal, scratch_bytes = module.choose_cuda_kernel(
                 path, backward, *dtypes, extents, logits_soft_cap, row_max
             )
             refusal = refusal or _device_refusal(path)
             if not refusal:
-                return path, description
+                scratch = (((scratch_bytes // 4,), np.int32),) if scratch_bytes else ()
+                return Kernel(f"_{path}", scratch), description
             reasons.append(refusal)
         raise NotImplementedError("; ".join(reasons))
 
@@ -189,14 +183,6 @@ def _device_refusal(path: str) -> str | None:
     if jax.default_backend() != "gpu":
         return None
     return refusal(path, device_capability())
-
-
-def _backward_scratch(path: str, q: jax.Array) -> tuple[tuple[tuple[int], type], ...]:
-    """Scratch results of a backward: a work counter and, by head, lse and delta of padded length."""
-    if path != "sm90":
-        return ()
-    rows = -(-q.shape[0] // _STAT_TILE) * _STAT_TILE + _STAT_PADDING
-    return (((32 + 2 * q.shape[1] * rows,), np.float32),)
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -72,8 +72,10 @@ if HAS_CUDA:
         table = slice_table(masks.causal(300))
         calls = lowered(jax.grad(loss, (0, 1, 2)), *operands("bfloat16", head_dim), table)
         assert sorted(calls) == [f"magi_jax_ffa_backward_{path}", "magi_jax_ffa_forward_sm90"]
-        # A counter of 128 bytes, then lse and delta of 4 heads, 300 rows padded to 10 * 32 + 64.
-        scratch = [f"{32 + 2 * 4 * 384}xf32"] if path == "sm90" else []
+        # Words: a counter, lse and delta of 4 heads and 384 rows, a flag for 32 of these, two words for an
+        # item of 3 tiles and 2 heads, one for each tile, and sums of dK and dV; each padded to 128 bytes.
+        words = 32 + 2 * 4 * 384 + 64 + 32 + 32 + 2 * 300 * 2 * head_dim
+        scratch = [f"{words}xi32"] if path == "sm90" else []
         _, results = types(calls[f"magi_jax_ffa_backward_{path}"])
         kv_type = f"300x2x{head_dim}xbf16"
         assert results == [f"300x4x{head_dim}xf32", kv_type, kv_type, *scratch]

@@ -28,7 +28,7 @@ struct Sm80 {
   static std::string Refuse(const ForwardParams& params) { return sm80::Refuse(params.problem); }
   static std::string Refuse(const BackwardParams& params) { return sm80::Refuse(params.problem); }
   static size_t ForwardScratchBytes(const Problem&) { return 0; }
-  static size_t BackwardScratchBytes(const Problem&) { return 0; }
+  static size_t BackwardScratchBytes(const Problem&, DType) { return 0; }
   static cudaError_t Run(const ForwardParams& params, void*, cudaStream_t stream) {
     return sm80::Forward(params, stream);
   }
@@ -50,8 +50,8 @@ struct Sm90 {
     const char* reason = sm90::RefuseBackward(params);
     return reason == nullptr ? "" : reason;
   }
-  static size_t BackwardScratchBytes(const Problem& problem) {
-    return sm90::BackwardScratchBytes(problem);
+  static size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype) {
+    return sm90::BackwardScratchBytes(problem, dkv_dtype);
   }
   static cudaError_t Run(const ForwardParams& params, void* scratch, cudaStream_t stream) {
     return sm90::Forward(params, scratch, stream);
@@ -185,8 +185,8 @@ ffi::Error Backward(cudaStream_t stream, Operand dout, Operand q, Operand k, Ope
   MAGI_JAX_RETURN_IF_ERROR(CheckAligned(params));
   const std::string reason = Path::Refuse(params);
   if (!reason.empty()) return InvalidArgument(reason);
-  MAGI_JAX_RETURN_IF_ERROR(
-      TakeScratch(scratch, "dv", Path::BackwardScratchBytes(problem), &params.scratch));
+  MAGI_JAX_RETURN_IF_ERROR(TakeScratch(
+      scratch, "dv", Path::BackwardScratchBytes(problem, params.dkv_dtype), &params.scratch));
   return LaunchError(Path::Run(params, stream));
 }
 

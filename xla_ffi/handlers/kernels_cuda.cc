@@ -9,7 +9,7 @@
 namespace magi_jax {
 namespace {
 
-KernelChoice Refused(std::string reason) { return {"", std::move(reason)}; }
+KernelChoice Refused(std::string reason) { return {"", std::move(reason), 0}; }
 
 KernelChoice NoPath(const std::string& path, const char* direction) {
   return Refused("this build has no " + std::string(direction) + " kernel of path '" + path + "'");
@@ -21,7 +21,7 @@ KernelChoice ChooseForward(const std::string& path, const Problem& problem, DTyp
                            bool row_max) {
   if (path == "sm80") {
     const std::string reason = sm80::Refuse(problem);
-    return reason.empty() ? KernelChoice{sm80::DescribeForward(problem), ""} : Refused(reason);
+    return reason.empty() ? KernelChoice{sm80::DescribeForward(problem), "", 0} : Refused(reason);
   }
 #ifdef MAGI_JAX_WITH_SM90
   if (path == "sm90") {
@@ -34,7 +34,7 @@ KernelChoice ChooseForward(const std::string& path, const Problem& problem, DTyp
     if (reason != nullptr) return Refused(reason);
     char text[256];
     sm90::DescribeForward(problem, text, sizeof(text));
-    return {text, ""};
+    return {text, "", sm90::ForwardScratchBytes(problem)};
   }
 #endif
   (void)out_dtype;
@@ -45,7 +45,7 @@ KernelChoice ChooseForward(const std::string& path, const Problem& problem, DTyp
 KernelChoice ChooseBackward(const std::string& path, const Problem& problem, DType dkv_dtype) {
   if (path == "sm80") {
     const std::string reason = sm80::Refuse(problem);
-    return reason.empty() ? KernelChoice{sm80::DescribeBackward(problem), ""} : Refused(reason);
+    return reason.empty() ? KernelChoice{sm80::DescribeBackward(problem), "", 0} : Refused(reason);
   }
 #ifdef MAGI_JAX_WITH_SM90
   if (path == "sm90") {
@@ -56,7 +56,7 @@ KernelChoice ChooseBackward(const std::string& path, const Problem& problem, DTy
     if (reason != nullptr) return Refused(reason);
     char text[256];
     sm90::DescribeBackward(problem, text, sizeof(text));
-    return {text, ""};
+    return {text, "", sm90::BackwardScratchBytes(problem, dkv_dtype)};
   }
 #endif
   (void)dkv_dtype;

@@ -11,8 +11,9 @@
 namespace magi_jax {
 
 struct KernelChoice {
-  std::string description;  // kernel and tile; empty when refused
-  std::string refusal;      // why not, and what would be accepted; empty when it runs
+  std::string description;   // kernel and tile; empty when refused
+  std::string refusal;       // why not, and what would be accepted; empty when it runs
+  size_t scratch_bytes = 0;  // of the further result that the call works in; 0 for none
 };
 
 // `path` is "sm80" or "sm90". Only dtypes, head counts, head dims, lengths, tile size and

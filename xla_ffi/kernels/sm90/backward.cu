@@ -9,15 +9,20 @@
 #include "xla_ffi/kernels/sm90/backward_launch.h"
 #include "xla_ffi/kernels/sm90/backward_params.h"
 #include "xla_ffi/kernels/sm90/backward_stats.cuh"
+#include "xla_ffi/kernels/sm90/backward_work.cuh"
 
 namespace magi_jax::sm90 {
 namespace {
 
 constexpr int kBlockN = 128;  // keys of a tile, in all instantiations
-// Tiles of a section. Tiles in flight should be of few heads, whose queries and gradients stay in
-// L2, but a section must be long enough for its longest tiles not to be the last to finish.
-constexpr int kSectionTiles = 1024;
-constexpr size_t kCounterBytes = 128;  // of scratch, before the statistics
+// Items dealt out before the next kv heads begin. Tiles in flight should be of few heads, whose
+// queries and gradients stay in L2, but a section must be long enough for its longest items not to
+// be the last to finish.
+constexpr int kSectionItems = 1024;
+// Blocks of an item, where splitting a tile by heads allows: more cost less, fewer balance better.
+constexpr int kItemBlocks = 160;
+constexpr int kBlockQueries = 64;
+constexpr size_t kCounterBytes = 128;  // of scratch, before the rest
 
 struct BackwardInstantiation {
   DType dtype;
@@ -48,23 +53,59 @@ const BackwardInstantiation* Find(const Problem& problem) {
 
 bool IsAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-size_t StatFloats(const Problem& problem) {
-  return static_cast<size_t>(problem.num_heads) * StatRows(problem.q_len);
+int NumTiles(const Problem& problem) {
+  const int table_tiles = (problem.k_len + problem.tile_size - 1) / problem.tile_size;
+  return table_tiles * (problem.tile_size / kBlockN);
+}
+
+// Places of the parts of scratch, in bytes from its start.
+struct ScratchLayout {
+  size_t lse, delta, suspects, items, parts, dk_sum, dv_sum, end;
+};
+
+ScratchLayout LayOutScratch(const Problem& problem, DType dkv_dtype) {
+  const auto align = [](size_t bytes) { return (bytes + 127) / 128 * 128; };
+  const size_t stats = static_cast<size_t>(problem.num_heads) * StatRows(problem.q_len);
+  const int group = problem.num_heads / problem.num_kv_heads;
+  // Tiles of a head that is alone in its group are never split, and float32 results are sums
+  // themselves.
+  const bool has_sums = group > 1 && dkv_dtype != DType::kF32;
+  const size_t key_floats =
+      has_sums ? static_cast<size_t>(problem.k_len) * problem.num_kv_heads : 0;
+  ScratchLayout at;
+  at.lse = kCounterBytes;
+  at.delta = at.lse + align(stats * sizeof(float));
+  at.suspects = at.delta + align(stats * sizeof(float));
+  at.items = at.suspects + align(stats / kStatTile * sizeof(uint32_t));
+  at.parts = at.items + align(static_cast<size_t>(NumTiles(problem)) * group * sizeof(WorkItem));
+  at.dk_sum = at.parts + align(NumTiles(problem) * sizeof(int));
+  at.dv_sum = at.dk_sum + align(key_floats * problem.head_dim * sizeof(float));
+  at.end = at.dv_sum + align(key_floats * problem.v_head_dim * sizeof(float));
+  return at;
 }
 
 BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
   const Problem& problem = backward.problem;
   char* const scratch = static_cast<char*>(backward.scratch);
+  const ScratchLayout at = LayOutScratch(problem, backward.dkv_dtype);
   BackwardKernelParams params{};
   params.slices = backward.slices;
   params.by_key = backward.by_key;
   params.counter = reinterpret_cast<int*>(scratch);
-  params.lse = reinterpret_cast<const float*>(scratch + kCounterBytes);
-  params.delta = params.lse + StatFloats(problem);
+  params.num_items = params.counter + 1;
+  params.lse = reinterpret_cast<float*>(scratch + at.lse);
+  params.delta = reinterpret_cast<float*>(scratch + at.delta);
+  params.suspects = reinterpret_cast<uint32_t*>(scratch + at.suspects);
+  params.items = reinterpret_cast<WorkItem*>(scratch + at.items);
+  params.parts = reinterpret_cast<int*>(scratch + at.parts);
   params.stat_rows = StatRows(problem.q_len);
   params.dk = backward.dk;
   params.dv = backward.dv;
   params.gradients_are_f32 = backward.dkv_dtype == DType::kF32;
+  params.dk_sum = params.gradients_are_f32 ? static_cast<float*>(backward.dk)
+                                           : reinterpret_cast<float*>(scratch + at.dk_sum);
+  params.dv_sum = params.gradients_are_f32 ? static_cast<float*>(backward.dv)
+                                           : reinterpret_cast<float*>(scratch + at.dv_sum);
   params.scale = problem.scale;
   params.cap_log2 = problem.logits_soft_cap * kLog2e;
   params.transform_scale = 2.0f * kLog2e * problem.scale / problem.logits_soft_cap;
@@ -73,12 +114,9 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
   params.num_heads = problem.num_heads;
   params.num_kv_heads = problem.num_kv_heads;
   params.num_slices = problem.num_slices;
-  params.table_tile_size = problem.tile_size;
   params.parts_per_tile = problem.tile_size / kBlockN;
-  const int tiles = backward.by_key.num_tiles * params.parts_per_tile;
-  params.section_kv_heads =
-      std::clamp((kSectionTiles + tiles - 1) / tiles, 1, problem.num_kv_heads);
-  params.num_work = tiles * problem.num_kv_heads;
+  params.section_items = kSectionItems;
+  params.item_blocks = kItemBlocks;
   return params;
 }
 
@@ -87,6 +125,40 @@ cudaError_t ClearGradient(void* gradient, DType dtype, int rows, int heads, int 
   const size_t bytes =
       static_cast<size_t>(rows) * heads * head_dim * (dtype == DType::kF32 ? 4 : 2);
   return bytes == 0 ? cudaSuccess : cudaMemsetAsync(gradient, 0, bytes, stream);
+}
+
+// What the kernel reads besides the operands, and zeros where it adds.
+cudaError_t Prepare(const BackwardParams& backward, const BackwardKernelParams& params,
+                    cudaStream_t stream) {
+  const Problem& problem = backward.problem;
+  const dim3 stat_tiles((params.stat_rows + kStatTile - 1) / kStatTile,
+                        (problem.num_heads + kStatTile - 1) / kStatTile);
+  PrepareStats<<<stat_tiles, dim3(kStatTile, 8), 0, stream>>>(
+      backward.lse, backward.delta, const_cast<float*>(params.lse),
+      const_cast<float*>(params.delta), const_cast<uint32_t*>(params.suspects), problem.q_len,
+      problem.num_heads, params.stat_rows);
+  cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  PlanWork<<<1, kPlanThreads, 0, stream>>>(params, kBlockQueries);
+  error = cudaGetLastError();
+  if (error != cudaSuccess || problem.num_heads == problem.num_kv_heads) return error;
+  const dim3 tiles(NumTiles(problem), kMergeBlocks);
+  ClearSplitTiles<<<tiles, kMergeThreads, 0, stream>>>(params, kBlockN, problem.head_dim,
+                                                       problem.v_head_dim);
+  return cudaGetLastError();
+}
+
+// Sums of split tiles to results.
+cudaError_t Finish(const BackwardParams& backward, const BackwardKernelParams& params,
+                   cudaStream_t stream) {
+  const Problem& problem = backward.problem;
+  if (params.gradients_are_f32 || problem.num_heads == problem.num_kv_heads) return cudaSuccess;
+  const auto kernel =
+      problem.dtype == DType::kF16 ? WriteSplitTiles<__half> : WriteSplitTiles<__nv_bfloat16>;
+  const dim3 tiles(NumTiles(problem), kMergeBlocks);
+  kernel<<<tiles, kMergeThreads, 0, stream>>>(params, kBlockN, problem.head_dim,
+                                              problem.v_head_dim);
+  return cudaGetLastError();
 }
 
 }  // namespace
@@ -116,8 +188,8 @@ const char* RefuseBackward(const BackwardParams& backward) {
   return nullptr;
 }
 
-size_t BackwardScratchBytes(const Problem& problem) {
-  return kCounterBytes + 2 * sizeof(float) * StatFloats(problem);
+size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype) {
+  return LayOutScratch(problem, dkv_dtype).end;
 }
 
 void DescribeBackward(const Problem& problem, char* text, size_t size) {
@@ -142,20 +214,19 @@ cudaError_t Backward(const BackwardParams& backward, cudaStream_t stream) {
   }
   if (backward.scratch == nullptr) return cudaErrorInvalidValue;
   const BackwardKernelParams params = MakeKernelParams(backward);
-  const dim3 stat_tiles((params.stat_rows + kStatTile - 1) / kStatTile,
-                        (problem.num_heads + kStatTile - 1) / kStatTile);
-  PrepareStats<<<stat_tiles, dim3(kStatTile, 8), 0, stream>>>(
-      backward.lse, backward.delta, const_cast<float*>(params.lse),
-      const_cast<float*>(params.delta), params.counter, problem.q_len, problem.num_heads,
-      params.stat_rows);
-  error = cudaGetLastError();
+  error = Prepare(backward, params, stream);
   if (error != cudaSuccess) return error;
   int device, num_sms;
   error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  return instantiation->launch(backward, params, std::min(params.num_work, num_sms), stream);
+  const int group = problem.num_heads / problem.num_kv_heads;
+  const int64_t most_work = int64_t{NumTiles(problem)} * problem.num_kv_heads * group;
+  const int blocks = static_cast<int>(std::min<int64_t>(most_work, num_sms));
+  error = instantiation->launch(backward, params, blocks, stream);
+  if (error != cudaSuccess) return error;
+  return Finish(backward, params, stream);
 }
 
 }  // namespace magi_jax::sm90

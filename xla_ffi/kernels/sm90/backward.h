@@ -18,7 +18,7 @@ const char* RefuseBackward(const BackwardParams& params);
 
 // Bytes of BackwardParams::scratch, which is 128-byte aligned and has undefined contents before and
 // after.
-size_t BackwardScratchBytes(const Problem& problem);
+size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype);
 
 // What runs for this problem. Writes at most `size` bytes.
 void DescribeBackward(const Problem& problem, char* text, size_t size);

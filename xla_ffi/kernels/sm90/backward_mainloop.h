@@ -6,8 +6,9 @@
 //   dK  += dS^T Q
 //   dQ   = dS K     dS of both warpgroups through shared memory; each makes 64 of the columns
 //
-// where P = exp(logits - lse) and dS = P (dP - delta). Each product has something to run beside: dK
-// the stores of dQ, dP the exponentials, dV the arithmetic of dS.
+// where P = exp(logits - lse) and dS = P (dP - delta). The next block's S is started before dS is
+// shared, so that the tensor cores have work while the warpgroups meet; dQ is stored beside dK, P
+// is made beside dP, and dS beside dV.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_MAINLOOP_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_MAINLOOP_H_
@@ -26,6 +27,8 @@ namespace magi_jax::sm90 {
 constexpr int kGradientBarrier = 1;  // dS is in shared memory
 constexpr int kVoteBarrier = 2;
 
+constexpr int kSpoiledKeys = 1, kSpoiledValues = 2;
+
 template <typename Traits>
 struct GradientConsumer {
   using Element = typename Traits::Element;
@@ -38,15 +41,16 @@ struct GradientConsumer {
 
   const BackwardKernelParams& params;
   BackwardStorage<Traits>& shared;
+  const int thread;      // of the thread block
   const int warpgroup;   // 0 or 1
   const int thread_row;  // this thread's first key in the tile
   const float scale_log2;
 
   StageRing<Traits::kStages> ring;           // of the block whose logits were started last
   StageRing<Traits::kDoutStages> dout_ring;  // of the block whose dP is made
-  uint32_t kv_parity = 0, dq_parity = 1;
-  int ds_slot = 0;
-  bool keys_spoiled;  // some key of the tile was not finite
+  uint32_t kv_parity = 0;
+  int flags;    // of the block whose logits were started last
+  int spoiled;  // of kSpoiledKeys, kSpoiledValues: some of the tile are not finite
 
   float dk[kOutputs], dv[kOutputs];
 
@@ -54,14 +58,15 @@ struct GradientConsumer {
                                               BackwardStorage<Traits>& shared)
       : params(params),
         shared(shared),
-        warpgroup(__shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 128 - 1, 0)),
-        thread_row(64 * warpgroup + (threadIdx.x % 128) / 32 * 16 + threadIdx.x % 32 / 4),
+        thread(ThreadIndex()),
+        warpgroup(__shfl_sync(0xFFFFFFFF, thread / 128 - 1, 0)),
+        thread_row(64 * warpgroup + thread % 128 / 32 * 16 + thread % 32 / 4),
         scale_log2(params.scale * kLog2e) {}
 
   __device__ __forceinline__ void Work() {
     while (true) {
       BarrierWait(&shared.q_full[ring.slot], ring.parity);
-      const int flags = shared.notes[ring.slot].header.flags;
+      flags = shared.notes[ring.slot].header.flags;
       if (flags & kEndOfWork) break;
       if (flags & kEmptyTile) {
         WriteZeros();
@@ -69,8 +74,8 @@ struct GradientConsumer {
         WalkTile();
       }
     }
-    BarrierWait(&shared.dq_empty[warpgroup], dq_parity);
-    if (threadIdx.x % 128 == 0) shared.gradient_notes[warpgroup].row = -1;
+    BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot ^ 1);
+    if (thread % 128 == 0) shared.gradient_notes[warpgroup].row = -1;
     Release(&shared.dq_full[warpgroup]);
   }
 
@@ -90,12 +95,17 @@ struct GradientConsumer {
     FirstBlock(ds);
     // No product is in flight from one iteration to the next: the assembler would give up all
     // overlap.
-    while (!(shared.notes[ring.slot].header.flags & kLastBlock)) NextBlock(ds);
+    while (!(flags & kLastBlock)) NextBlock(ds);
     LastBlock(ds);
     Release(&shared.kv_empty);
     const KeyGradientStore<Traits> store{params, kv_head, key_start + thread_row};
-    store.Write(params.dv, dv, 1.0f);
-    store.Write(params.dk, dk, params.scale);
+    if (flags & kSplitTile) {
+      store.Add(params.dv_sum, dv, 1.0f);
+      store.Add(params.dk_sum, dk, params.scale);
+    } else {
+      store.Write(params.dv, dv, 1.0f);
+      store.Write(params.dk, dk, params.scale);
+    }
   }
 
   // dV, and dS, of the first block of a tile.
@@ -103,36 +113,53 @@ struct GradientConsumer {
     float s[kLogits], dp[kLogits];
     IssueLogits(s);
     IssueLogitGradients(dp);
+    RowMask<kLogits / 2> rows[2];
+    FindVisible(rows);
+    float2 lse[kLogits / 8];
+    LoadStats<0>(lse, shared.lse[ring.slot]);
     WgmmaWait<1>();
     PinRegisters(s);
-    const float finite = ToProbabilities(s);
-    ToGradients(finite, s, dp, ds);
+    ToProbabilities<0>(s, lse, rows);
+    LoadStats<1>(lse, shared.lse[ring.slot]);
+    ToProbabilities<1>(s, lse, rows);
+    ToGradients(s, dp, rows, ds);
   }
 
   // dQ and dK of the current block, dV and dS of the next.
   __device__ __forceinline__ void NextBlock(uint32_t (&ds)[kLogits / 2]) {
     float dq[kGradients], s[kLogits], dp[kLogits];
     const int slot = ring.slot;
-    IssueGradients(dq, ds, slot);
     ring.Advance();
     BarrierWait(&shared.q_full[ring.slot], ring.parity);
-    WgmmaWait<1, 1>();
-    StoreQueryGradient(dq, slot);
+    flags = shared.notes[ring.slot].header.flags;
     IssueLogits(s);
-    IssueLogitGradients(dp);
-    WgmmaWait<1, 2>();
+    ShareLogitGradients(ds);
+    IssueQueryGradient(dq);
+    IssueAccumulate(dk, ds, SharedAddress(shared.q[slot]));
+    RowMask<kLogits / 2> rows[2];
+    FindVisible(rows);
+    WgmmaWait<1, 1>();
     PinRegisters(s);
+    StoreQueryGradient(dq, slot);
+    float2 lse[kLogits / 8];
+    LoadStats<0>(lse, shared.lse[ring.slot]);
+    IssueLogitGradients(dp);
+    ToProbabilities<0>(s, lse, rows);
+    LoadStats<1>(lse, shared.lse[ring.slot]);
+    ToProbabilities<1>(s, lse, rows);
+    WgmmaWait<1, 7>();
     PinRegisters(dk);
     PinRegisters(ds);
     Release(&shared.q_empty[slot]);
-    const float finite = ToProbabilities(s);
-    ToGradients(finite, s, dp, ds);
+    ToGradients(s, dp, rows, ds);
   }
 
   // dQ and dK of the last block.
   __device__ __forceinline__ void LastBlock(uint32_t (&ds)[kLogits / 2]) {
     float dq[kGradients];
-    IssueGradients(dq, ds, ring.slot);
+    ShareLogitGradients(ds);
+    IssueQueryGradient(dq);
+    IssueAccumulate(dk, ds, SharedAddress(shared.q[ring.slot]));
     WgmmaWait<1, 3>();
     StoreQueryGradient(dq, ring.slot);
     WgmmaWait<0, 3>();
@@ -142,58 +169,55 @@ struct GradientConsumer {
     ring.Advance();
   }
 
-  // Returns NaN where the block has a mask and a logit is not finite, else 0.
-  __device__ __forceinline__ float ToProbabilities(float (&s)[kLogits]) {
-    float finite = 0.0f;
-    if (shared.notes[ring.slot].header.flags & kMaskedBlock) finite = NonFinite(s);
-    if (__builtin_expect(keys_spoiled, false)) SpoilRows(s);
-    const float2* lse = reinterpret_cast<const float2*>(shared.lse[ring.slot]) + threadIdx.x % 4;
-    if constexpr (Traits::kSoftCap) TransformLogits(s, params.transform_scale, params.cap_log2);
+  // Half of a thread's logits, as statistics of both halves would take too many registers.
+  template <int kHalf>
+  __device__ __forceinline__ void ToProbabilities(float (&s)[kLogits],
+                                                  const float2 (&lse)[kLogits / 8],
+                                                  const RowMask<kLogits / 2> (&rows)[2]) {
+    if constexpr (kHalf == 0) {
+      if (__builtin_expect(spoiled & kSpoiledKeys, false)) SpoilRows(s);
+      if constexpr (Traits::kSoftCap) TransformLogits(s, params.transform_scale, params.cap_log2);
+    }
 #pragma unroll
-    for (int i = 0; i < kLogits; i += 4) {
-      const float2 reference = lse[i];
+    for (int i = kHalf * kLogits / 2; i < (kHalf + 1) * kLogits / 2; i += 4) {
+      const float2 reference = lse[i / 4 - kHalf * kLogits / 8];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float minus = j % 2 ? -reference.y : -reference.x;
         s[i + j] = Exp2(Traits::kSoftCap ? s[i + j] + minus : fmaf(s[i + j], scale_log2, minus));
       }
     }
-    return finite;
+    if (kHalf == 1 && flags & kMaskedBlock) Hide(s, rows);
   }
 
   // From probabilities, and dP in flight, to dS. dV runs meanwhile, and gives its operand's
   // registers to dS.
-  __device__ __forceinline__ void ToGradients(float finite, float (&s)[kLogits],
-                                              float (&dp)[kLogits], uint32_t (&ds)[kLogits / 2]) {
-    const QueryBlockNote& note = shared.notes[ring.slot];
-    const bool masked = note.header.flags & kMaskedBlock;
-    RowMask<kLogits / 2> rows[2];
-    if (masked) {
-      FindVisible(note, rows);
+  __device__ __forceinline__ void ToGradients(float (&s)[kLogits], float (&dp)[kLogits],
+                                              const RowMask<kLogits / 2> (&rows)[2],
+                                              uint32_t (&ds)[kLogits / 2]) {
+    if (__builtin_expect(flags & kSuspectBlock, false)) {
       WgmmaWait<0, 4>();
       PinRegisters(dp);
-      finite += NonFinite(dp);
-      const bool spoiled = NamedBarrierOr(kVoteBarrier, Traits::kConsumerThreads, finite != 0.0f);
-      if (__builtin_expect(spoiled, false)) CleanQueries(s, dp);
+      CleanQueries(s, dp);
       Hide(s, rows);
     }
     uint32_t p[kLogits / 2];
     PackProbabilities<Element>(s, p);
+    float2 delta[kLogits / 8];
+    LoadStats<0>(delta, shared.delta[dout_ring.slot]);
     WgmmaFence();
     IssueAccumulate(dv, p, SharedAddress(shared.dout[dout_ring.slot]));
 
     WgmmaWait<1, 5>();
     PinRegisters(dp);
-    const float2* delta =
-        reinterpret_cast<const float2*>(shared.delta[dout_ring.slot]) + threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < kLogits; i += 4) {
-      const float2 mean = delta[i];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) dp[i + j] = s[i + j] * (dp[i + j] - (j % 2 ? mean.y : mean.x));
-    }
+    TimesDifference<0>(s, delta, dp);
+    LoadStats<1>(delta, shared.delta[dout_ring.slot]);
+    TimesDifference<1>(s, delta, dp);
     if constexpr (Traits::kSoftCap) ScaleByCap(s, dp);
-    if (masked) Hide(dp, rows);
+    // Else dS of a hidden cell is 0 because its probability is.
+    if (__builtin_expect(
+            flags & kSuspectBlock || (flags & kMaskedBlock && spoiled & kSpoiledValues), false))
+      Hide(dp, rows);
     PinRegisters(dp);
     WgmmaWait<0, 5>();
     PinRegisters(dv);
@@ -203,10 +227,23 @@ struct GradientConsumer {
     PackProbabilities<Element>(dp, ds);
   }
 
+  // Half of dp = p (dp - delta).
+  template <int kHalf>
+  static __device__ __forceinline__ void TimesDifference(const float (&p)[kLogits],
+                                                         const float2 (&delta)[kLogits / 8],
+                                                         float (&dp)[kLogits]) {
+#pragma unroll
+    for (int i = kHalf * kLogits / 2; i < (kHalf + 1) * kLogits / 2; i += 4) {
+      const float2 mean = delta[i / 4 - kHalf * kLogits / 8];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) dp[i + j] = p[i + j] * (dp[i + j] - (j % 2 ? mean.y : mean.x));
+    }
+  }
+
   // dS of capped logits c tanh(x / c) is that times 1 - tanh^2, with the tanh that the probability
   // tells, so that no register keeps it.
   __device__ __forceinline__ void ScaleByCap(const float (&p)[kLogits], float (&ds)[kLogits]) {
-    const float2* lse = reinterpret_cast<const float2*>(shared.lse[ring.slot]) + threadIdx.x % 4;
+    const float2* lse = reinterpret_cast<const float2*>(shared.lse[ring.slot]) + thread % 4;
     const float inverse = 1.0f / params.cap_log2;
 #pragma unroll
     for (int i = 0; i < kLogits; i += 4) {
@@ -221,15 +258,11 @@ struct GradientConsumer {
     }
   }
 
-  __device__ __forceinline__ void IssueGradients(float (&dq)[kGradients],
-                                                 uint32_t (&ds)[kLogits / 2], int slot) {
+  // Hands dS to both warpgroups.
+  __device__ __forceinline__ void ShareLogitGradients(uint32_t (&ds)[kLogits / 2]) {
     StoreLogitGradients(ds);
     FenceAsyncProxy();
     NamedBarrierSync(kGradientBarrier, Traits::kConsumerThreads);
-    WgmmaFence();
-    IssueQueryGradient(dq);
-    IssueAccumulate(dk, ds, SharedAddress(shared.q[slot]));
-    ds_slot ^= 1;
   }
 
   // --- products; each function commits its own group ---
@@ -249,8 +282,8 @@ struct GradientConsumer {
   // transposed.
   __device__ __forceinline__ void IssueTransposed(float (&result)[kLogits], uint32_t left,
                                                   uint32_t right) {
-    const Operand left_operand = OperandOfRows(left + warpgroup * 64 * Traits::kRowBytes);
-    const Operand right_operand = OperandOfRows(right);
+    const Operand left_operand = Opaque(OperandOfRows(left + warpgroup * 64 * Traits::kRowBytes));
+    const Operand right_operand = Opaque(OperandOfRows(right));
 #pragma unroll
     for (int step = 0; step < Traits::kHeadDim / 16; ++step) {
       const int chunk = step / 4, column_bytes = step % 4 * 32;
@@ -265,7 +298,7 @@ struct GradientConsumer {
   __device__ __forceinline__ void IssueAccumulate(float (&sum)[kOutputs],
                                                   const uint32_t (&left)[kLogits / 2],
                                                   uint32_t rows) {
-    const Operand operand = OperandOfColumns(rows, kQChunkBytes);
+    const Operand operand = Opaque(OperandOfColumns(rows, kQChunkBytes));
 #pragma unroll
     for (int step = 0; step < kM / 16; ++step) {
       Wgmma<Traits::kHeadDim>::RegistersShared(
@@ -276,11 +309,12 @@ struct GradientConsumer {
 
   // dq = dS [kBlockM, kBlockN] K [kBlockN, this warpgroup's columns].
   __device__ __forceinline__ void IssueQueryGradient(float (&dq)[kGradients]) {
-    const Operand ds_operand = OperandOfRows(SharedAddress(shared.ds[ds_slot]));
+    WgmmaFence();
+    const Operand ds_operand = Opaque(OperandOfRows(SharedAddress(shared.ds[dout_ring.slot ^ 1])));
     constexpr int kOffset =
         Traits::kGradientColumns == kChunk ? kKChunkBytes : Traits::kGradientColumns * 2;
     const Operand k_operand =
-        OperandOfColumns(SharedAddress(shared.k) + warpgroup * kOffset, kKChunkBytes);
+        Opaque(OperandOfColumns(SharedAddress(shared.k) + warpgroup * kOffset, kKChunkBytes));
 #pragma unroll
     for (int step = 0; step < Traits::kBlockN / 16; ++step) {
       const int ds_offset = step / 4 * kM * 128 + step % 4 * 32;
@@ -293,13 +327,17 @@ struct GradientConsumer {
 
   // --- shared memory ---
 
+  // The slots of dS and the phases of dQ alternate with the slots of the cotangents, whose ring
+  // stands at the next block once dS of a block is made.
+  static_assert(Traits::kDoutStages == 2);
+
   // Writes dS as rows of queries, in this warpgroup's chunk of 64 keys. Nobody reads this slot any
   // more: its last readers, two blocks ago, were waited for before the barrier of the last block.
   __device__ __forceinline__ void StoreLogitGradients(const uint32_t (&ds_words)[kLogits / 2]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int lane = thread % 32, warp = thread / 32 % 4;
     const int matrix = lane / 8, row = RowOfQuery(lane % 8);
     const int unit = 2 * warp + (matrix & 1);  // of 8 keys
-    const uint32_t address = SharedAddress(shared.ds[ds_slot][warpgroup]) +
+    const uint32_t address = SharedAddress(shared.ds[dout_ring.slot ^ 1][warpgroup]) +
                              (8 * (matrix >> 1) + row) * 128 + ((unit ^ row) << 4);
 #pragma unroll
     for (int step = 0; step < kM / 16; ++step)
@@ -308,13 +346,12 @@ struct GradientConsumer {
 
   __device__ __forceinline__ void StoreQueryGradient(float (&dq)[kGradients], int slot) {
     PinRegisters(dq);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int lane = thread % 32, warp = thread / 32 % 4;
     const int row = QueryOfRow(lane / 4);  // in its group of 8
     const uint32_t address = SharedAddress(shared.dq[warpgroup]) + (16 * warp + row) * 128 +
                              ((lane % 4 / 2 ^ row) << 4) + lane % 2 * 8;
-    BarrierWait(&shared.dq_empty[warpgroup], dq_parity);
-    dq_parity ^= 1;
-    if (threadIdx.x % 128 == 0) {
+    BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot);
+    if (thread % 128 == 0) {
       const QueryBlockHeader& header = shared.notes[slot].header;
       shared.gradient_notes[warpgroup] = {header.query_start, header.head};
     }
@@ -329,19 +366,31 @@ struct GradientConsumer {
     Release(&shared.dq_full[warpgroup]);
   }
 
+  // Half of what this thread needs of the statistics of a block: those of queries
+  // 8j + 2 (thread % 4) + {0, 1}.
+  template <int kHalf>
+  __device__ __forceinline__ void LoadStats(float2 (&values)[kLogits / 8],
+                                            const float (&stats)[kM]) const {
+#pragma unroll
+    for (int j = 0; j < kLogits / 8; ++j)
+      values[j] =
+          reinterpret_cast<const float2*>(stats)[4 * (j + kHalf * kLogits / 8) + thread % 4];
+  }
+
   // One lane of each warp speaks for it.
   __device__ __forceinline__ void Release(uint64_t* barrier) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) BarrierArrive(barrier);
+    if (thread % 32 == 0) BarrierArrive(barrier);
   }
 
   // --- masks ---
 
-  __device__ __forceinline__ void FindVisible(const QueryBlockNote& note,
-                                              RowMask<kLogits / 2> (&rows)[2]) {
+  __device__ __forceinline__ void FindVisible(RowMask<kLogits / 2> (&rows)[2]) {
+    const QueryBlockNote& note = shared.notes[ring.slot];
     const QueryBlockHeader& block = note.header;
+    if (!(flags & kMaskedBlock)) return;
     const int keys[2] = {block.key_start + thread_row, block.key_start + thread_row + 8};
-    const int lane_column = threadIdx.x % 4 * 2;
+    const int lane_column = thread % 4 * 2;
     rows[0].Clear();
     rows[1].Clear();
     const bool inline_slices = block.num_slices >= 0;
@@ -371,14 +420,19 @@ struct GradientConsumer {
   // --- what is not finite, see backward_poison.h ---
 
   __device__ __forceinline__ void CleanKeys() {
-    const int row = (threadIdx.x - 128) / 2, chunk = threadIdx.x % 2;
-    bool found = false;
-    if (chunk < Traits::kChunks)
-      found = CleanRow<Element>(shared.k + chunk * kKChunkBytes + row * Traits::kRowBytes, row);
+    const int row = (thread - 128) / 2, chunk = thread % 2;
+    bool found = false, value_found = false;
+    if (chunk < Traits::kChunks) {
+      const int at = chunk * kKChunkBytes + row * Traits::kRowBytes;
+      found = CleanRow<Element>(shared.k + at, row);
+      value_found = CleanRow<Element, false>(shared.v + at, row);
+    }
     found |= __shfl_xor_sync(0xFFFFFFFF, found, 1);
     if (chunk == 0) shared.spoiled_keys[row] = found;
     FenceAsyncProxy();
-    keys_spoiled = NamedBarrierOr(kVoteBarrier, Traits::kConsumerThreads, found);
+    spoiled = NamedBarrierOr(kVoteBarrier, Traits::kConsumerThreads, found) ? kSpoiledKeys : 0;
+    if (NamedBarrierOr(kVoteBarrier, Traits::kConsumerThreads, value_found))
+      spoiled |= kSpoiledValues;
   }
 
   __device__ __forceinline__ void SpoilRows(float (&s)[kLogits]) {
@@ -388,15 +442,17 @@ struct GradientConsumer {
     for (int i = 0; i < kLogits; ++i) s[i] = spoiled[i / 2 % 2] ? NAN : s[i];
   }
 
-  // Both consumers have done S and dP of this block.
+  // Both consumers come here with the same blocks.
   __device__ __forceinline__ void CleanQueries(float (&p)[kLogits], const float (&dp)[kLogits]) {
     static_assert(Traits::kConsumerThreads >= 2 * Traits::kChunks * kM);
-    const int row = (threadIdx.x - 128) % kM, part = (threadIdx.x - 128) / kM;
+    NamedBarrierSync(kVoteBarrier, Traits::kConsumerThreads);  // S and dP are done
+    const int row = (thread - 128) % kM, part = (thread - 128) / kM;
     uint8_t* const tile =
         part < Traits::kChunks ? shared.q[ring.slot] : shared.dout[dout_ring.slot];
     if (part < 2 * Traits::kChunks) {
-      CleanRow<Element>(tile + part % Traits::kChunks * kQChunkBytes + row * Traits::kRowBytes,
-                        row);
+      // Rolled up: its addresses would take registers from the loop of blocks.
+      CleanRow<Element, true, 1>(
+          tile + part % Traits::kChunks * kQChunkBytes + row * Traits::kRowBytes, row);
     }
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) p[i] = dp[i] - dp[i] == 0.0f ? p[i] : NAN;
@@ -412,6 +468,7 @@ struct GradientConsumer {
     ring.Advance();
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) dk[i] = 0.0f;
+    if (flags & kSplitTile) return;  // its sums were cleared
     const KeyGradientStore<Traits> store{params, kv_head, key_start + thread_row};
     store.Write(params.dv, dk, 1.0f);
     store.Write(params.dk, dk, 1.0f);

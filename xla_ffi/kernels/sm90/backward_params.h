@@ -46,8 +46,11 @@ struct BackwardTraits {
 };
 
 // Flags of a block besides those of BlockFlags.
-constexpr int kEmptyTile = 16;  // no block: the gradients of the tile are zero
+constexpr int kEmptyTile = 16;     // no block: the gradients of the tile are zero
+constexpr int kSplitTile = 64;     // other items add to the gradients of the tile
+constexpr int kSuspectBlock = 32;  // has a mask, and queries or cotangents may not be finite
 
+constexpr int kStatTile = 32;  // queries that share a word of BackwardKernelParams::suspects
 constexpr int kQueryAlignment =
     4;  // blocks of queries start at a multiple of it, as copies of statistics need
 
@@ -104,23 +107,34 @@ struct StageRing {
   }
 };
 
+// A tile of keys and some of the heads of its group.
+struct WorkItem {
+  int32_t tile;
+  int16_t head, num_heads;  // the first, counted from the group's first
+};
+
 struct BackwardKernelParams {
   const Slice* slices;
   TileRuns by_key;
-  const float* lse;    // [N, stat_rows], times log2(e)
-  const float* delta;  // [N, stat_rows]
+  const float* lse;          // [N, stat_rows], times log2(e)
+  const float* delta;        // [N, stat_rows]
+  const uint32_t* suspects;  // [N, stat_rows / kStatTile], see backward_poison.h
   int stat_rows;
+  WorkItem* items;  // of each kv head
+  int* num_items;
+  int* parts;    // into which the heads of a group are split, of each tile of keys
   int* counter;  // zero at launch
   void* dk;
   void* dv;
+  float* dk_sum;  // of split tiles; zero at launch there
+  float* dv_sum;
   bool gradients_are_f32;
   float scale;
   float transform_scale, cap_log2;  // 2 log2(e) scale / cap and cap log2(e), where kSoftCap
   int q_len, k_len, num_heads, num_kv_heads, num_slices;
-  int table_tile_size;
   int parts_per_tile;  // tiles of keys that cover one table tile
-  int section_kv_heads;
-  int num_work;  // (section of kv heads, rank of the table tile, part of it, kv head)
+  int item_blocks;     // that an item should not walk more of
+  int section_items;   // at least so many are dealt out before the next kv heads begin
 };
 
 }  // namespace magi_jax::sm90

@@ -2,9 +2,9 @@
 //
 // A hidden probability is 0, but 0 * inf is NaN: where the summed rows of a product are partly
 // hidden, one that is not finite would spoil all rows of the result. Such elements are zeroed in
-// shared memory, and what does see their row is made NaN by its probability instead. Keys are
-// looked at once per tile; queries and cotangents of a block only if it has a mask and its logits
-// or their gradients are not finite, which costs a vote of the consumers.
+// shared memory, and what does see their row is made NaN by its probability instead. Keys and
+// values are looked at once per tile. A query or cotangent that is not finite shows in its lse or
+// delta, which PrepareStats looks through; only blocks with a mask and such a query are cleaned.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_POISON_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_POISON_H_
@@ -21,11 +21,11 @@ __device__ __forceinline__ constexpr uint32_t ExponentBits(__half) { return 0x7C
 
 // Zeroes what is not finite in one 128-byte row of shared memory; tells whether anything was.
 // `rotation` spreads the threads of a warp over the banks.
-template <typename Element>
+template <typename Element, bool kZero = true, int kUnroll = 8>
 __device__ __forceinline__ bool CleanRow(uint8_t* row, int rotation) {
   constexpr uint32_t kExponent = ExponentBits(Element{});
   bool found = false;
-#pragma unroll
+#pragma unroll kUnroll
   for (int i = 0; i < 8; ++i) {
     uint4* const place = reinterpret_cast<uint4*>(row) + (i + rotation) % 8;
     const uint4 old = *place;
@@ -40,19 +40,10 @@ __device__ __forceinline__ bool CleanRow(uint8_t* row, int rotation) {
       clean[j] = words[j] & (low ? 0xFFFF0000 : 0xFFFFFFFF) & (high ? 0x0000FFFF : 0xFFFFFFFF);
       changed |= low || high;
     }
-    if (changed) *place = make_uint4(clean[0], clean[1], clean[2], clean[3]);
+    if (kZero && changed) *place = make_uint4(clean[0], clean[1], clean[2], clean[3]);
     found |= changed;
   }
   return found;
-}
-
-// NaN if any of the values is not finite, else 0.
-template <int kCount>
-__device__ __forceinline__ float NonFinite(const float (&values)[kCount]) {
-  float sum[2] = {0.0f, 0.0f};
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) sum[i % 2] = fmaf(values[i], 0.0f, sum[i % 2]);
-  return sum[0] + sum[1];
 }
 
 }  // namespace magi_jax::sm90

@@ -50,6 +50,7 @@ struct QueryProducer {
   uint32_t kv_parity = 0;
 
   int kv_head, key_start, last_key;
+  int tile_flags;               // of the notes of all blocks of the tile
   bool partial;                 // the tile reaches past the last key
   int found_query, found_head;  // of the block whose note is written; negative: none of this tile
   bool is_first;                // that block is the tile's first
@@ -58,32 +59,34 @@ struct QueryProducer {
   LaneKeySlice mine;
 
   __device__ void Work() {
+    const int num_items = *params.num_items;
+    const int num_work = num_items * params.num_kv_heads;
     int work = blockIdx.x;
-    while (work < params.num_work) {
+    while (work < num_work) {
       int next = 0;
       if (lane == 0) next = atomicAdd(params.counter, 1) + gridDim.x;
-      WalkTile(work);
+      WalkTile(work, num_items);
       work = __shfl_sync(0xFFFFFFFF, next, 0);
     }
     SendNote(kEndOfWork);
   }
 
  private:
-  // Longest tiles first within a section, the section's kv heads of a tile side by side.
-  __device__ void WalkTile(int work) {
-    const int per_section =
-        params.by_key.num_tiles * params.parts_per_tile * params.section_kv_heads;
+  // Items in their order within a section of kv heads, the section's kv heads side by side.
+  __device__ void WalkTile(int work, int num_items) {
+    const int wanted_heads = (params.section_items + num_items - 1) / num_items;
+    const int per_section = num_items * min(wanted_heads, params.num_kv_heads);
     const int section = work / per_section;
-    const int section_begin = section * params.section_kv_heads;
-    const int section_heads = min(params.section_kv_heads, params.num_kv_heads - section_begin);
+    const int section_begin = section * min(wanted_heads, params.num_kv_heads);
+    const int section_heads = min(wanted_heads, params.num_kv_heads - section_begin);
     work -= section * per_section;
     kv_head = section_begin + work % section_heads;
-    work /= section_heads;
-    // A table may be hostile; its entries must not lead outside of the arrays.
-    const int table_tile =
-        min(max(params.by_key.order[work / params.parts_per_tile], 0), params.by_key.num_tiles - 1);
-    key_start =
-        table_tile * params.table_tile_size + work % params.parts_per_tile * Traits::kBlockN;
+    const WorkItem item = params.items[work / section_heads];
+    const int group = params.num_heads / params.num_kv_heads;
+    const int first_head = kv_head * group + item.head;
+    tile_flags = item.num_heads < group ? kSplitTile : 0;
+    const int table_tile = item.tile / params.parts_per_tile;
+    key_start = item.tile * Traits::kBlockN;
     if (key_start >= params.k_len) return;
     last_key = min(key_start + Traits::kBlockN, params.k_len) - 1;
     partial = last_key - key_start + 1 < Traits::kBlockN;
@@ -91,15 +94,14 @@ struct QueryProducer {
     is_first = true;
     const int first_run = max(params.by_key.ptr[table_tile], 0);
     const int end_run = min(params.by_key.ptr[table_tile + 1], params.by_key.num_runs);
-    const int group = params.num_heads / params.num_kv_heads;
-    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    for (int head = first_head; head < first_head + item.num_heads; ++head) {
       for (int r = first_run; r < end_run; ++r) WalkRun(params.by_key.runs[r], head);
       if (found_query < 0) break;
     }
     if (found_query >= 0) {
       SendBlock(kLastBlock);
     } else {
-      SendNote(kEmptyTile);
+      SendNote(kEmptyTile | tile_flags);
     }
   }
 
@@ -212,9 +214,19 @@ struct QueryProducer {
     full = __any_sync(0xFFFFFFFF, full) && !partial;
     // A block with too many slices hands over the run's whole list.
     if (count > kMaxInlineSlices) count = run.ids_begin - run.ids_end;
-    const int flags = full ? 0 : kMaskedBlock;
+    int flags = tile_flags | (full ? 0 : kMaskedBlock);
+    if (!full && AnySuspect(query, head)) flags |= kSuspectBlock;
     if (lane == 0) note.header = {query, head, key_start, kv_head, flags, count, run.ids_begin};
     __syncwarp();
+  }
+
+  // Whether some query of the block, or its cotangent, may not be finite.
+  __device__ __forceinline__ bool AnySuspect(int query, int head) {
+    constexpr int kTiles = Traits::kBlockM / kStatTile;
+    const int tile = query / kStatTile + lane;
+    const bool inside = lane <= kTiles && tile * kStatTile < params.stat_rows;
+    const int at = head * (params.stat_rows / kStatTile) + tile;
+    return __any_sync(0xFFFFFFFF, inside && params.suspects[at] != 0);
   }
 
   // Tells consumers something that comes without queries.

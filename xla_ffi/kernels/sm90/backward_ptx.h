@@ -8,12 +8,26 @@
 #include <cstdint>
 
 #include "xla_ffi/kernels/sm90/ptx.h"
+#include "xla_ffi/kernels/sm90/wgmma.h"
 
 namespace magi_jax::sm90 {
 
 // Makes this thread's ordinary writes to shared memory visible to tensor cores and the copy engine.
 __device__ __forceinline__ void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// threadIdx.x, in a register: reading it again at each use takes as long as a load. The assembler
+// does not see through the exchange.
+__device__ __forceinline__ int ThreadIndex() {
+  return __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x), threadIdx.x % 32);
+}
+
+// The same operand, in one register from here on. The compiler would keep the address of each step
+// of a loop in a register of its own, 16 for keys alone, rather than add to one.
+__device__ __forceinline__ Operand Opaque(Operand operand) {
+  asm volatile("" : "+r"(operand.low));
+  return operand;
 }
 
 // Stores four 8 x 8 matrices of 2-byte elements, transposed: lane 8m + i gives the address of what
@@ -48,6 +62,11 @@ __device__ __forceinline__ void AddBox(const void* source, const CUtensorMap* ma
       "[%1];" ::"l"(map),
       "r"(SharedAddress(source)), "r"(column), "r"(head), "r"(row)
       : "memory");
+}
+
+// Adds two floats to global memory.
+__device__ __forceinline__ void AddPair(float* address, float x, float y) {
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x), "f"(y) : "memory");
 }
 
 __device__ __forceinline__ void CommitBoxes() {

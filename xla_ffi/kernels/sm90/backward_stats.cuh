@@ -8,22 +8,20 @@
 
 #include <cstdint>
 
+#include "xla_ffi/kernels/sm90/backward_params.h"
 #include "xla_ffi/kernels/sm90/softmax.h"
 
 namespace magi_jax::sm90 {
 
-constexpr int kStatTile = 32;
-
 // Rows of the prepared statistics: a block may begin at the last query.
 inline int StatRows(int q_len) { return (q_len + kStatTile - 1) / kStatTile * kStatTile + 64; }
 
-// Blocks of 32 x 8 threads over tiles of 32 x 32; also clears the work counter. Queries without
+// Blocks of 32 x 8 threads over tiles of 32 x 32. Queries without
 // keys, and rows past the last query, get +inf, which makes every probability 0.
 __global__ void __launch_bounds__(256)
     PrepareStats(const float* lse, const float* delta, float* lse_out, float* delta_out,
-                 int* counter, int q_len, int num_heads, int stat_rows) {
+                 uint32_t* suspects, int q_len, int num_heads, int stat_rows) {
   __shared__ float lse_tile[kStatTile][kStatTile + 1], delta_tile[kStatTile][kStatTile + 1];
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && threadIdx.y == 0) *counter = 0;
   const int row_start = blockIdx.x * kStatTile, head_start = blockIdx.y * kStatTile;
   for (int i = threadIdx.y; i < kStatTile; i += 8) {
     const int row = row_start + i, head = head_start + threadIdx.x;
@@ -38,8 +36,12 @@ __global__ void __launch_bounds__(256)
     const int row = row_start + threadIdx.x, head = head_start + i;
     if (head >= num_heads) continue;
     const int64_t at = static_cast<int64_t>(head) * stat_rows + row;
-    lse_out[at] = lse_tile[threadIdx.x][i];
-    delta_out[at] = delta_tile[threadIdx.x][i];
+    const float head_lse = lse_tile[threadIdx.x][i], head_delta = delta_tile[threadIdx.x][i];
+    lse_out[at] = head_lse;
+    delta_out[at] = head_delta;
+    const bool suspect = row < q_len && !(isfinite(head_lse) && isfinite(head_delta));
+    const bool any = __any_sync(0xFFFFFFFF, suspect);
+    if (threadIdx.x == 0) suspects[head * (stat_rows / kStatTile) + blockIdx.x] = any;
   }
 }
 

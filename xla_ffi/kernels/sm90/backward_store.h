@@ -64,6 +64,23 @@ struct KeyGradientStore {
     }
   }
 
+  // Adds them to float32 sums.
+  __device__ __forceinline__ void Add(float* sums, const float (&values)[kCount],
+                                      float factor) const {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int key = first_key + 8 * row;
+      if (key >= params.k_len) continue;
+      float* const out =
+          sums + (static_cast<int64_t>(key) * params.num_kv_heads + kv_head) * Traits::kHeadDim;
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+        const int i = 4 * j + 2 * row;
+        AddPair(out + 8 * j + threadIdx.x % 4 * 2, values[i] * factor, values[i + 1] * factor);
+      }
+    }
+  }
+
  private:
   static __device__ __forceinline__ void StoreElements(Element* out, bool inside, int row,
                                                        const float (&values)[kCount],
