@@ -18,6 +18,7 @@ from magi_jax.ops.base import Implementation
 from magi_jax.ops.head_groups import by_head_groups
 from magi_jax.ops.implementations import get_implementation
 from magi_jax.ops.lse import add_sinks, max_of_rows, sinks_gradient
+from magi_jax.ops.repeat_table import can_repeat, repeat_table
 from magi_jax.plan import SliceTable, slice_table
 
 Mask = AttnMask | SliceTable
@@ -99,7 +100,8 @@ def flex_flash_attention(
     Args:
         q: ``[*B, T, N, H]``, float32, bfloat16 or float16. All sequences of a batch share a mask of
             ``T`` queries; under one of ``B * T`` (`masks.concatenate` of one for each) they are a single
-            packed stream. Under a shared `SliceTable` they are computed one after the other.
+            packed stream. Under a shared `SliceTable` whose tiles do not divide T and S they are computed one
+            after the other, else all at once.
         k: ``[*B, S, K, H]``, dtype of q; query head n reads kv head ``n // (N // K)``.
         v: ``[*B, S, K, Hv]``, dtype of q.
         mask: an `AttnMask`, which becomes part of the program; or a `SliceTable` (`plan.slice_table`),
@@ -154,6 +156,8 @@ def _attend(call: _Call, q, k, v, sinks, mask) -> tuple[jax.Array, jax.Array, ja
         # One call for all of them, and one order of tiles.
         mask = masks.concatenate([mask] * size)
     table = _table(mask)
+    if size > 1 and (table.q_len, table.k_len) == rows and can_repeat(table):
+        table = repeat_table(table, size)
     operands = mesh.unify_varying(q, k, v, sinks, table)
     if not lead:
         return _checked_attention(call, *operands)

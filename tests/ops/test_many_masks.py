@@ -7,6 +7,8 @@ import ops_problem as problem
 import pytest
 
 from magi_jax import flex_flash_attention, masks
+from magi_jax.ops.reference import dense_mask
+from magi_jax.ops.repeat_table import repeat_table
 from magi_jax.plan import slice_table
 from magi_jax.testing import oracle
 from magi_jax.testing.cases import random_mask
@@ -84,6 +86,43 @@ def test_rows_of_a_batch_with_masks_of_their_own(rng):
         problem.assert_close(shared[0][at], right[0], 3e-6, "out under a shared mask")
         tops.append(flex_flash_attention(q[at], k[at], v[at], mask, return_max_logits=True)[1])
     problem.assert_close(top, np.max(tops, axis=0), 3e-6, "max_logits")
+
+
+@pytest.mark.parametrize("visible", [True, False])
+def test_a_shared_table_of_whole_tiles_serves_a_batch_at_once(visible, rng):
+    """The table of the batch is made of that of a row on the device, and shows the same cells."""
+    mask = random_mask(rng, 192, 128, 9) if visible else masks.empty(192, 128)
+    table = slice_table(mask, tile_size=64)
+    assert len(table.by_query.runs) > table.by_query.ptr[-1], "has no padding to leave out"
+    repeated = jax.jit(lambda table: repeat_table(table, 3))(table)
+    wanted = slice_table(masks.concatenate([mask] * 3), tile_size=64)
+    np.testing.assert_array_equal(dense_mask(repeated), dense_mask(wanted))
+    for got, want in ((repeated.by_query, wanted.by_query), (repeated.by_key, wanted.by_key)):
+        assert got.ptr.tolist() == want.ptr.tolist()
+        used = want.ptr[-1]
+        np.testing.assert_array_equal(got.runs[:used, :4], want.runs[:used, :4])
+        assert sorted(got.order.tolist()) == list(range(len(want.order)))
+    q, k, v = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((3, 192, 4, 8), (3, 128, 2, 8), (3, 128, 2, 8))
+    )
+
+    @jax.jit
+    def run(q, k, v, table):
+        loss = lambda q, k, v: (flex_flash_attention(q, k, v, table) ** 2).sum()  # noqa: E731
+        return flex_flash_attention(q, k, v, table), jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    assert "scan" not in str(jax.make_jaxpr(run)(q, k, v, table)), "one sequence after the other"
+    out, gradients = run(q, k, v, table)
+    for b in range(3):
+        right, _ = oracle.attention(q[b], k[b], v[b], mask.dense())
+        problem.assert_close(out[b], right, 3e-6, "out")
+        wide = [np.asarray(x[b], np.float64) for x in (q, k, v)]
+        wanted_gradients = oracle.attention_grads(*wide, mask.dense(), 2 * right)
+        for name, got, want in zip(
+            ("dq", "dk", "dv"), gradients, wanted_gradients[:3], strict=True
+        ):
+            problem.assert_close(got[b], want, 1e-5, name)
 
 
 def test_functions_of_positions_are_refused_with_what_to_do():
