@@ -15,6 +15,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from planner_masks import FAMILIES, load_families
+from provenance import describe
 
 from magi_jax.masks import AttnMask, bands
 from magi_jax.plan import PlanConfig, make_plan
@@ -199,6 +200,7 @@ def main() -> None:
     families = load_families(args.workloads) if args.workloads else FAMILIES
     model = CostModel.from_json(args.cost_model) if args.cost_model else CostModel()
     report = {
+        **describe(),
         "effort": args.effort,
         "seeds": args.seeds,
         "published_ms_per_rank": PUBLISHED_MS_PER_RANK,

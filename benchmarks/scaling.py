@@ -195,7 +195,7 @@ def print_table(rows: list[dict]) -> None:
         for cp in sorted({row["cp"] for row in rows}):
             here = {r["strategy"]: r for r in rows if r["mask"] == mask and r["cp"] == cp}
             for which in ("forward", "backward"):
-                others = {name: r[which] for name, r in here.items() if name != OURS}
+                others = {name: r[which] for name, r in here.items() if not name.startswith(OURS)}
                 best = max(others, key=others.__getitem__)
                 ours = here[OURS][which]
                 cells.append(f"{ours:4.0f}/{others[best]:4.0f} {best[:16]:16}")

@@ -113,9 +113,16 @@ def our_moves(work: Work, machine: Machine) -> dict[str, Moves]:
         latency_us=machine.far_latency_us if ranks > NODE else machine.near_latency_us,
     )
     moves = {}
-    for which, traffic in (("forward", work.traffic), ("backward", work.backward_traffic)):
-        rows = timeline.link_rows(traffic, node)
-        moves[which] = Moves(model.cast_us(*rows), model.reduce_us(*rows))
+    for which, traffic, within in (
+        ("forward", work.traffic, work.within),
+        ("backward", work.backward_traffic, work.backward_within),
+    ):
+        # Of two levels, the second begins when the first is done.
+        levels = [timeline.link_rows(rows, node) for rows in (traffic, within) if rows is not None]
+        moves[which] = Moves(
+            sum(model.cast_us(*rows) for rows in levels),
+            sum(model.reduce_us(*rows) for rows in levels),
+        )
         if work.travel_traffic is not None:
             rows = timeline.link_rows(work.travel_traffic, node)
             out, back = (

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from scaling_fit import Fit, features
-from scaling_work import FLOPS_PER_PAIR, HEAD_DIM, OURS, Piece, Work
+from scaling_work import FLOPS_PER_PAIR, HEAD_DIM, OURS, TWO_LEVEL, Piece, Work
 from timing import matmul_tflops
 
 from magi_jax.ops import get_implementation
@@ -40,10 +40,10 @@ def choose(
     def cost_of(calls: np.ndarray) -> np.ndarray:
         return np.array([[predicted.get(key, 0.0) for key in row] for row in calls])
 
-    for name, work in works:
+    for name, work in works:  # calls of two levels are those of one
         cost = cost_of(work.calls)
         by_rank = np.argsort(-cost.sum(axis=1), kind="stable")
-        if name == OURS:
+        if name in (OURS, TWO_LEVEL):
             sampled = [*by_rank[:3], *rng.permutation(by_rank[3:])[:2]]
             want(0, work.calls[sampled], "forward")
             want(0, work.backward_calls[sampled], "backward")

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import pathlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from baselines.strategies import Problem
 from planner_masks import FAMILIES
 
 from magi_jax import masks
+from magi_jax.comm import two_level
 from magi_jax.masks import AttnMask, algebra, bands
 from magi_jax.plan import PlanConfig, make_plan
 from magi_jax.plan.tables import N_ROWS, PEER, CommMeta, StageTables
@@ -21,6 +23,9 @@ TOKENS_PER_RANK, NODE = 8192, 8
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 64, 8, 128
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # times heads and head dim
 OURS = "magi_jax"
+TWO_LEVEL = (
+    "magi_jax_two_level"  # with casts and reduces that cross between nodes once for each row
+)
 MOST_SLICES = 1_000_000  # of all steps of a strategy, past which it is left out
 FEW = 16  # slices of a mask that it is worth bringing into one form
 DOCUMENTS = pathlib.Path(__file__).with_name("kernel_documents.json")
@@ -69,6 +74,8 @@ class Work(NamedTuple):
             plans only.
         travel_calls: the piece of each rank that serves travelling queries, ``[ranks]``, if any travel.
         travel_traffic: query rows that travel, ``[ranks, ranks]``.
+        within, backward_within: rows of the second step of casts in two levels,
+            ``[stages, ranks, ranks]``; the traffic is then that of the first.
         level_sizes, level_rows: group size and rows of each step of the hybrid strategy.
     """
 
@@ -79,6 +86,8 @@ class Work(NamedTuple):
     backward_traffic: np.ndarray | None = None
     travel_calls: np.ndarray | None = None
     travel_traffic: np.ndarray | None = None
+    within: np.ndarray | None = None
+    backward_within: np.ndarray | None = None
     level_sizes: tuple[int, ...] = ()
     level_rows: tuple[int, ...] = ()
 
@@ -120,7 +129,7 @@ def document_lengths(mask: AttnMask) -> np.ndarray:
 def strategy_names(problem: Problem, num_ranks: int) -> list[str]:
     """Ours and the strategies that are worth looking at for a problem."""
     documents = len(problem.lengths)
-    names = [OURS]
+    names = [OURS, TWO_LEVEL] if num_ranks > NODE else [OURS]
     for name in strategies.names():
         by_document = name.endswith("documents") or name == "hybrid"
         if by_document and documents == 1:
@@ -141,8 +150,8 @@ def _rings(name: str, num_ranks: int) -> int:
 
 def make_work(name: str, problem: Problem, num_ranks: int, pieces: dict[str, Piece]) -> Work:
     """The work of one strategy; its pieces are added to ``pieces``."""
-    if name == OURS:
-        return _our_work(problem, num_ranks, pieces)
+    if name in (OURS, TWO_LEVEL):
+        return _our_work(problem, num_ranks, pieces, two_levels=name == TWO_LEVEL)
     strategy = strategies.make(name, num_ranks, NODE)
     if isinstance(strategy, strategies.HeadRing):
         rows, groups = strategy.buffer_rows(problem), num_ranks // strategy.heads
@@ -158,7 +167,7 @@ def make_work(name: str, problem: Problem, num_ranks: int, pieces: dict[str, Pie
     return _hybrid_work(strategy, problem, pieces)
 
 
-def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece]) -> Work:
+def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece], two_levels: bool) -> Work:
     config = PlanConfig(ranks_per_node=min(NODE, num_ranks))
     plan = make_plan(problem.mask, num_ranks, config)
 
@@ -170,12 +179,18 @@ def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece]) -> Wor
             names.append(_add(pieces, _cells_of(table), num_ranks, sizes))
         return np.stack(names, axis=1)
 
-    def traffic_of(stages: StageTables) -> np.ndarray:
-        return np.stack([_traffic(meta, num_ranks) for meta in stages.comm])
+    def traffic_of(comms: Iterable[CommMeta]) -> np.ndarray:
+        return np.stack([_traffic(meta, num_ranks) for meta in comms])
 
     directions = plan.forward_stages, plan.backward_stages
-    calls, traffic = [calls_of(s) for s in directions], [traffic_of(s) for s in directions]
-    work = Work(*calls, plan.spec.local_len, *traffic)
+    calls = [calls_of(stages) for stages in directions]
+    work = Work(*calls, plan.spec.local_len, *(traffic_of(stages.comm) for stages in directions))
+    if two_levels:
+        split = [[two_level(meta, NODE) for meta in stages.comm] for stages in directions]
+        across = [traffic_of(comm.across for comm in comms) for comms in split]
+        within = [traffic_of(comm.within for comm in comms) for comms in split]
+        work = Work(*calls, plan.spec.local_len, *across)
+        work = work._replace(within=within[0], backward_within=within[1])
     if plan.travel is None:
         return work
     table = plan.travel.calc
