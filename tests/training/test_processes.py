@@ -18,7 +18,7 @@ import magi_jax as mj
 from magi_jax.data import check_same_plans, place
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SIZES = ["--seq-len", "256", "--layers", "2", "--features", "16", "--head-dim", "8"]
+SIZES = ["--seq-len", "256", "--layers", "1", "--features", "16", "--head-dim", "8"]
 SIZES += ["--window", "64", "--steps", "4", "--save-every", "2", "--checkpoints", "checkpoints"]
 
 
