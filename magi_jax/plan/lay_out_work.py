@@ -48,7 +48,7 @@ def lay_out_work(
     travel = _lay_out_travel(work, frame, spec)
     counts = _counts(overlap, work)
     if spec is not None:
-        return WorkTables(*_lay_out_in(work, frame, counts, spec), travel)
+        return WorkTables(*_lay_out_in(work, frame, counts, spec, machine), travel)
     choice = choose_stages(work, frame.local_len, machine, counts)
     forward = _lay_out_stages(choice.forward, work, frame, None)
     if choice.backward is choice.forward:
@@ -68,7 +68,7 @@ def _counts(overlap: Overlap, work: Work) -> Counts:
 
 
 def _lay_out_in(
-    work: Work, frame: Frame, counts: Counts, spec: PlanSpec
+    work: Work, frame: Frame, counts: Counts, spec: PlanSpec, machine: Machine
 ) -> tuple[StageTables, StageTables | None]:
     """Stages of both directions in given sizes: as many as there are, or fewer where those do not
     fit.
@@ -78,19 +78,14 @@ def _lay_out_in(
         raise ValueError(
             f"overlap={counts} wants stages of their own for the backward pass, the spec has none"
         )
-    tables: list[StageTables | None] = []
-    for stages, count, path in (
-        (spec.forward_stages, forward, "spec"),
-        (spec.backward, backward, "spec.backward"),
-    ):
-        tables.append(None if stages is None else _fit_stages(work, frame, count, stages, path))
-    first, second = tables
-    assert first is not None
-    return first, second
+    first = _fit_stages(work, frame, forward, spec.forward_stages, "spec", machine)
+    if spec.backward is None:
+        return first, None
+    return first, _fit_stages(work, frame, backward, spec.backward, "spec.backward", machine)
 
 
 def _fit_stages(
-    work: Work, frame: Frame, count: int | None, spec: StagesSpec, path: str
+    work: Work, frame: Frame, count: int | None, spec: StagesSpec, path: str, machine: Machine
 ) -> StageTables:
     most = len(spec.comm)
     if count is not None and count > most:
@@ -99,8 +94,10 @@ def _fit_stages(
         )
     first_problem = None
     for number in range(most, 0, -1) if count is None else (count,):
+        choice = choose_stages(work, frame.local_len, machine, (number, number))
+        staged = choice.forward if path == "spec" else choice.backward
         try:
-            return _lay_out_stages(work.staged(number), work, frame, spec, path)
+            return _lay_out_stages(staged, work, frame, spec, path)
         except ValueError as problem:
             first_problem = first_problem or problem
     raise first_problem or AssertionError("a spec has at least one remote stage")

@@ -30,7 +30,7 @@ class PlanReport:
         redundancy: received rows over distinct ones; 1.0 always.
         planning_ms: time that planning took on the host; None when the plan was transformed since.
         forward, backward: predicted timelines of the stages.
-        kernel_us: mean kernel time of a rank, forward and backward together.
+        forward_kernel_us, backward_kernel_us: mean kernel time of a rank.
         bounds: what no dispatch can beat at this imbalance; None when the report was
             made without the mask.
         is_cross: whether keys are other tokens than queries, for which nothing here says what a ring
@@ -51,7 +51,8 @@ class PlanReport:
     planning_ms: float | None
     forward: Timeline
     backward: Timeline
-    kernel_us: float
+    forward_kernel_us: float
+    backward_kernel_us: float
     bounds: Bounds | None = None
     is_cross: bool = False
 
@@ -93,8 +94,19 @@ class PlanReport:
 
     @property
     def efficiency(self) -> float:
-        """Mean kernel time over the predicted time; 1.0 when there is nothing to do."""
-        return self.kernel_us / self.predicted_us if self.predicted_us > 0 else 1.0
+        """Mean kernel time over the predicted time, both directions; 1.0 when there is nothing to do."""
+        kernel_us = self.forward_kernel_us + self.backward_kernel_us
+        return kernel_us / self.predicted_us if self.predicted_us > 0 else 1.0
+
+    @property
+    def forward_efficiency(self) -> float:
+        """The same of the forward pass."""
+        return self.forward.efficiency(self.forward_kernel_us)
+
+    @property
+    def backward_efficiency(self) -> float:
+        """The same of the backward pass."""
+        return self.backward.efficiency(self.backward_kernel_us)
 
     @property
     def gap(self) -> float | None:

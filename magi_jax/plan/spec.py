@@ -262,8 +262,9 @@ class PlanSpec(_Sizes):
     def scaled(self, factor: float) -> "PlanSpec":
         """The same with capacities ``factor`` times as large: room for masks not seen yet.
 
-        Buffers whose size follows from the dispatch keep it, no pair of ranks gets room for more rows
-        than one of them holds, and segments and pieces are enough for whole chunks in any order.
+        Buffers whose size follows from the dispatch keep it, no rank gets room for more rows than others
+        hold and no pair for more than one of them holds, and segments and pieces are enough for whole
+        chunks in any order.
         """
         num_chunks = -(-self.seq_len // self.chunk_size)
         chunks = -(-num_chunks // self.cp_size)  # of a rank, at most
@@ -271,7 +272,14 @@ class PlanSpec(_Sizes):
         def grown(spec: CommSpec) -> CommSpec:
             wide = _rounded(spec, None, factor)
             pair_rows = max(min(wide.pair_rows, spec.src_rows), spec.pair_rows)
-            return dataclasses.replace(wide, pair_rows=pair_rows, self_rows=spec.self_rows)
+            arriving = bucket(math.ceil(spec.dst_rows * factor), MIN_BUFFER_ROWS)
+            others = bucket((spec.cp_size - 1) * spec.src_rows, MIN_BUFFER_ROWS)
+            return dataclasses.replace(
+                wide,
+                dst_rows=max(min(arriving, others), spec.dst_rows),
+                pair_rows=pair_rows,
+                self_rows=spec.self_rows,
+            )
 
         def moved(spec: CommSpec) -> CommSpec:
             self_rows = min(bucket(math.ceil(spec.self_rows * factor)), spec.src_rows)

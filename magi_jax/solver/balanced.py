@@ -7,6 +7,7 @@ a limit. The same problem always gets the same answer. See docs/planner.md.
 """
 
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,7 @@ from magi_jax.solver.balanced_units import COARSE_SHARE, FINENESS, Units, make_u
 from magi_jax.solver.dispatch import Assignment, DispatchProblem, contiguous, zigzag
 from magi_jax.solver.engine import check_engine, compiled
 
-# Area of a rank over the mean: what the search aims for, and what it takes for balanced.
-AREA_TARGET = 1.010
+# Area of a rank over the mean beyond which chunks are split more finely.
 AREA_LIMIT = 1.014
 # Starting points which cannot be mended in the time at hand are not tried.
 MAX_START_IMBALANCE = 1.25
@@ -26,7 +26,7 @@ SETTLED_IMBALANCE = 1.002
 SETTLED_GAP = 1.001
 # How much a whole sequence's rows, summed over ranks, count beside the worst rank's.
 TOTAL_WEIGHT = 0.01
-# How steeply imbalance beyond AREA_LIMIT raises the cost of a placement.
+# How steeply imbalance beyond the limit raises the cost of a placement.
 OVERLOAD_COST = 400.0
 # Fixed time of a proposed exchange, in spans.
 SPANS_OF_A_MOVE = 15
@@ -62,21 +62,51 @@ STARTS = (
 )
 
 
+class Round(NamedTuple):
+    """A part of a search.
+
+    Attributes:
+        area: of a rank over the mean, beyond which it is penalised.
+        share: of the proposed exchanges.
+        temperature: rise of the potential that is accepted at first.
+    """
+
+    area: float
+    share: float
+    temperature: float
+
+
 class Effort(NamedTuple):
     """How long to search.
 
     Attributes:
         probe: proposed exchanges for each starting point.
-        work: proposed exchanges of the search from the best one, times the spans that one touches.
-        temperature: rise of the potential that is accepted at first.
+        searches: of the best starting points, how many are searched.
+        work: proposed exchanges of all searches, times the spans that one touches.
+        area_limit: imbalance from which on a placement counts as worse.
+        node_weight: loads of nodes against those of ranks.
+        rounds: of each search. The first may be loose: heavy units find their places, and balance comes
+            later.
     """
 
     probe: int
+    searches: int
     work: int
-    temperature: float
+    area_limit: float
+    node_weight: float
+    rounds: tuple[Round, ...]
 
 
-EFFORTS = {"fast": Effort(1000, 400_000, 0.1), "high": Effort(5000, 8_000_000, 0.3)}
+EFFORTS = MappingProxyType(
+    {
+        "fast": Effort(
+            1000, 1, 400_000, AREA_LIMIT, 1.0, (Round(1.02, 0.5, 0.2), Round(1.01, 0.5, 0.05))
+        ),
+        "high": Effort(
+            5000, 3, 80_000_000, 1.0045, 1.5, (Round(1.03, 0.45, 0.3), Round(1.0035, 0.55, 0.1))
+        ),
+    }
+)
 
 
 def balanced(problem: DispatchProblem) -> Assignment:
@@ -103,7 +133,7 @@ def balanced(problem: DispatchProblem) -> Assignment:
             score, owner = _search(starts, placement, units, problem)
         else:
             score = _score(placement.measure(owner), problem.cp_size)
-        found.append((score.cost, fineness, units, owner))
+        found.append((score.cost(AREA_LIMIT), fineness, units, owner))
         splittable = units.area.max() > COARSE_SHARE * units.area.sum() / problem.cp_size
         if score.imbalance <= AREA_LIMIT or not splittable:
             break
@@ -158,10 +188,9 @@ class _Score(NamedTuple):
     total_rows: int
     imbalance: float
 
-    @property
-    def cost(self) -> float:
+    def cost(self, area_limit: float) -> float:
         rows = self.rank_rows + self.node_rows + TOTAL_WEIGHT * self.total_rows
-        return (rows + 1) * (1 + OVERLOAD_COST * max(self.imbalance - AREA_LIMIT, 0.0))
+        return (rows + 1) * (1 + OVERLOAD_COST * max(self.imbalance - area_limit, 0.0))
 
 
 def _score(loads: Sequence[np.ndarray], cp_size: int) -> _Score:
@@ -199,24 +228,33 @@ def _search(
 ) -> tuple[_Score, np.ndarray]:
     """Probes all starting points, then searches from the best."""
     effort, cp_size = EFFORTS[problem.effort], problem.cp_size
-    limit = int(AREA_TARGET * units.area.sum() / cp_size)
+    mean_area = units.area.sum() / cp_size
     order = np.lexsort((-units.area, -units.spare)).astype(np.int32)
     capacity = (units.slots * units.slot, units.slot, units.split_chunks, units.light_area)
 
-    def refine(owner: np.ndarray, moves: int, seed: int, temperature: float):
-        owner, *loads = placement.refine(owner, limit, moves, seed, 1.0, temperature)
+    def refine(owner: np.ndarray, area: float, moves: int, seed: int, temperature: float):
+        owner, *loads = placement.refine(
+            owner, int(area * mean_area), moves, seed, effort.node_weight, temperature
+        )
         return _score(loads, cp_size), owner
 
-    mean_area = max(units.area.sum() / cp_size, 1.0)
+    def cost(found: tuple[_Score, np.ndarray]) -> float:
+        return found[0].cost(effort.area_limit)
+
     starts = [
         start
         for start in starts
         if np.bincount(start, units.area, cp_size).max() <= MAX_START_IMBALANCE * mean_area
     ]
     starts += [placement.greedy(order, capacity, tuple(weights)) for weights in STARTS]
-    probes = [refine(start, effort.probe, PROBE_SEED, 0.0) for start in starts]
-    best = min(probes, key=lambda probe: probe[0].cost)
+    area = effort.rounds[-1].area
+    probes = [refine(start, area, effort.probe, PROBE_SEED, 0.0) for start in starts]
+    probes.sort(key=cost)
     spans = np.diff(units.needs, axis=1).sum() / max(len(units.area), 1)
-    moves = int(effort.work / (SPANS_OF_A_MOVE + spans))
-    found = refine(best[1], moves, SEARCH_SEED, effort.temperature)
-    return min(found, best, key=lambda probe: probe[0].cost)
+    moves = effort.work / (SPANS_OF_A_MOVE + spans) / effort.searches
+    found = probes[:1]
+    for placed in probes[: effort.searches]:
+        for i, (area, share, temperature) in enumerate(effort.rounds):
+            placed = refine(placed[1], area, int(moves * share), SEARCH_SEED + i, temperature)
+        found.append(placed)
+    return min(reversed(found), key=cost)

@@ -45,7 +45,10 @@ def choose_stages(
     machine: Machine,
     counts: Counts = (None, None),
 ) -> Choice:
-    """Predicts 1 to `MOST_STAGES` stages of equal size from their exact slices and takes the fastest.
+    """Predicts stages from their exact slices and takes the fastest, for each direction by itself.
+
+    Tried are 1 to `MOST_STAGES` straight stages of equal size, then turned ones (`remote.split_stages`)
+    in the best of these numbers and in the largest.
 
     Args:
         work: what one layout asks for.
@@ -53,35 +56,43 @@ def choose_stages(
         machine: what to predict for.
         counts: numbers of stages that are settled; 0 on one rank.
     """
-    chosen: list[_Option] = []
-    options: dict[int, _Option] = {}
+    options: dict[tuple[int, bool], _Option] = {}
+    chosen: list[Staged] = []
     total_us = 0.0
     for backward, settled in zip((False, True), counts, strict=True):
-        tried = range(1, MOST_STAGES + 1) if settled is None else (settled,)
-        if settled is None and _is_vain(work, local_len, machine, backward):
-            tried = (1,)
-        for count in tried:
-            if count not in options:
-                options[count] = _Option.make(work, count, machine)
         travel = _travel_work(work, machine, backward)
-        times_us = {n: options[n].predict(local_len, machine, backward, travel) for n in tried}
-        best = min(tried, key=times_us.__getitem__)
-        chosen.append(options[best])
-        total_us += times_us[best]
+        times_us: dict[tuple[int, bool], float] = {}
+
+        def predict(count: int, turned: bool, backward=backward, travel=travel, times_us=times_us):
+            kind = (count, turned)
+            if kind not in options:
+                options[kind] = _Option.make(work, *kind, machine)
+            times_us[kind] = options[kind].predict(local_len, machine, backward, travel)
+
+        vain = settled is None and _is_vain(work, local_len, machine, backward)
+        for count in range(1, 2 if vain else MOST_STAGES + 1) if settled is None else (settled,):
+            predict(count, turned=False)
+        best, _ = min(times_us, key=times_us.__getitem__)
+        for count in {max(best, 2), MOST_STAGES} if settled is None else {settled}:
+            if count > 1 and not vain:
+                predict(count, turned=True)
+        kind = min(times_us, key=times_us.__getitem__)
+        chosen.append(options[kind].staged)
+        total_us += times_us[kind]
     forward, backward_too = chosen
-    return Choice(forward.staged, backward_too.staged, total_us)
+    return Choice(forward, backward_too, total_us)
 
 
 class _Option(NamedTuple):
-    """One number of stages, with what both directions' times depend on."""
+    """One way to cut stages, with what both directions' times depend on."""
 
     staged: Staged
     traffic: np.ndarray
     shapes: timeline.Shapes
 
     @classmethod
-    def make(cls, work: Work, count: int, machine: Machine) -> "_Option":
-        staged, cp_size = work.staged(count), work.layout.cp_size
+    def make(cls, work: Work, count: int, turned: bool, machine: Machine) -> "_Option":
+        staged, cp_size = work.staged(count, turned), work.layout.cp_size
         rows = traffic(staged.remote, count, cp_size)
         return cls(staged, rows, timeline.shapes_of(staged.slices, cp_size, machine.cost_model))
 

@@ -32,7 +32,7 @@ class Remote(NamedTuple):
         src: owner ``[E]``.
         begin, end: global range ``[E]``, inside one segment of the layout.
         src_row: first row at the owner ``[E]``.
-        stage: remote stage, from 0 ``[E]``, rising within a rank.
+        stage: remote stage, from 0 ``[E]``.
         dst_row: first row in the buffer of its stage ``[E]``.
     """
 
@@ -108,21 +108,36 @@ def remote_ranges(cut: QueryCut, layout: Layout) -> Remote:
     )
 
 
-def split_stages(remote: Remote, num_stages: int, cp_size: int) -> Remote:
-    """Cuts each rank's rows, in global order, into ``num_stages`` runs of nearly equal size."""
-    size = remote.end - remote.begin
-    rows = np.bincount(remote.dst, weights=size, minlength=cp_size).astype(np.int64)
-    rank_base = np.cumsum(rows) - rows
-    # All ranks' rows on one axis; stage s of rank r starts at edges[r * num_stages + s].
-    stage_base = rank_base[:, None] + rows[:, None] * np.arange(num_stages) // num_stages
-    edges = np.append(stage_base.ravel(), rows.sum())
-    full = np.flatnonzero(np.diff(edges) > 0)
+def split_stages(remote: Remote, num_stages: int, cp_size: int, turned: bool = False) -> Remote:
+    """Cuts each rank's rows into ``num_stages`` stages of nearly equal size; a buffer is in global order.
 
+    Turned stages go round the sequence from a place of the rank's own: where all ranks need all keys,
+    each rank then sends to some in every stage, instead of to all of them in one.
+    """
+    size = remote.end - remote.begin
+    rows = np.bincount(remote.dst, weights=size, minlength=cp_size).astype(np.int64)[:, None]
+    start = rows * np.arange(cp_size)[:, None] // cp_size
+    if not turned:
+        start = np.zeros_like(start)
+    steps = rows * np.arange(num_stages + 1) // num_stages  # of stages, from `start` on
+    inner = (start + steps[:, :-1]) % np.maximum(rows, 1)
+    edges = np.sort(np.concatenate([np.zeros_like(rows), inner], axis=1), axis=1)
+    from_start = (edges - start) % np.maximum(rows, 1)
+    stage = (steps[:, None, :] <= from_start[:, :, None]).sum(axis=2) - 1
+    stage = np.minimum(stage, num_stages - 1)  # of ranks without rows
+    # The last part of a stage that goes past the end lies at the front of its buffer.
+    beyond = start + np.take_along_axis(steps, stage + 1, axis=1) - rows
+    offset = np.where((beyond > 0) & (edges >= start), beyond, 0)
+
+    # All ranks' rows on one axis, cut into cells.
+    rank_base = np.cumsum(rows) - rows[:, 0]
+    cells = np.append((rank_base[:, None] + edges).ravel(), rows.sum())
+    full = np.flatnonzero(np.diff(cells) > 0)
     begin = remote.dst_row + rank_base[remote.dst]
-    source, cell = intervals.meet(begin, begin + size, edges[full], edges[full + 1])
+    source, cell = intervals.meet(begin, begin + size, cells[full], cells[full + 1])
     cell = full[cell]
-    low = np.maximum(begin[source], edges[cell])
-    high = np.minimum((begin + size)[source], edges[cell + 1])
+    low = np.maximum(begin[source], cells[cell])
+    high = np.minimum((begin + size)[source], cells[cell + 1])
     skipped = low - begin[source]
     return Remote(
         dst=remote.dst[source],
@@ -130,6 +145,6 @@ def split_stages(remote: Remote, num_stages: int, cp_size: int) -> Remote:
         begin=remote.begin[source] + skipped,
         end=remote.begin[source] + skipped + high - low,
         src_row=remote.src_row[source] + skipped,
-        stage=cell % num_stages,
-        dst_row=low - edges[cell],
+        stage=stage.ravel()[cell],
+        dst_row=low - cells[cell] + offset.ravel()[cell],
     )

@@ -37,7 +37,12 @@ class Staged(NamedTuple):
 
 
 def cut_stages(
-    cut: QueryCut, remote: Remote, layout: Layout, num_remote_stages: int, engine: str = "numpy"
+    cut: QueryCut,
+    remote: Remote,
+    layout: Layout,
+    num_remote_stages: int,
+    turned: bool = False,
+    engine: str = "numpy",
 ) -> Staged:
     """`split_stages`, then `stage_slices`.
 
@@ -46,15 +51,16 @@ def cut_stages(
         remote: ranges that travel, all in one stage.
         layout: who owns which tokens.
         num_remote_stages: stages of equal size to cut them into; 0 when there is one rank only.
+        turned: see `split_stages`.
         engine: "numpy" or "compiled"; both find the same.
     """
     if engine == "numpy":
         if num_remote_stages > 1:
-            remote = split_stages(remote, num_remote_stages, layout.cp_size)
+            remote = split_stages(remote, num_remote_stages, layout.cp_size, turned)
         return Staged(remote, stage_slices(cut, remote, layout, num_remote_stages))
     ranges, slices, group = compiled().cut_stages(
         *cut, np.stack(remote, axis=1), layout.edges, layout.owner, layout.offset, layout.cp_size,
-        num_remote_stages,
+        num_remote_stages, turned,
     )  # fmt: skip
     return Staged(Remote(*ranges.T), _by_stage(slices, group, layout.cp_size, num_remote_stages))
 

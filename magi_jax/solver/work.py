@@ -56,11 +56,13 @@ class Work(NamedTuple):
     travel: Travel | None
     engine: str
 
-    def staged(self, num_remote_stages: int) -> Staged:
-        """The work in so many remote stages of equal size."""
+    def staged(self, num_remote_stages: int, turned: bool = False) -> Staged:
+        """The work in so many remote stages of equal size; ``turned`` as in `remote.split_stages`."""
         if self.keys.layout is None:
             return Staged(self.far, [whole_key_slices(self.cut)])
-        found = cut_stages(self.cut, self.far, self.keys.layout, num_remote_stages, self.engine)
+        found = cut_stages(
+            self.cut, self.far, self.keys.layout, num_remote_stages, turned, self.engine
+        )
         if self.travel is None:
             return found
         local, home = found.slices[0], self.travel.home
@@ -99,7 +101,7 @@ def _find_travel(travelling: np.ndarray, layout: Layout, keys: Layout, engine: s
     cut, moved = find_remote(bands.transpose(travelling), keys, layout, engine)
     home, away = (
         StageSlices(bands.transpose(stage.slices), stage.rank)
-        for stage in cut_stages(cut, moved, layout, 1, engine).slices
+        for stage in cut_stages(cut, moved, layout, 1, engine=engine).slices
     )
     return Travel(moved, away, home)
 

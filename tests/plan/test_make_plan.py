@@ -208,7 +208,7 @@ def test_auto_takes_the_number_of_stages_that_is_predicted_fastest():
         found = auto.report(model)
         for direction in ("forward", "backward"):
             least_us = min(getattr(report, direction).predicted_us for report in fixed)
-            assert getattr(found, direction).predicted_us == pytest.approx(least_us)
+            assert getattr(found, direction).predicted_us <= 1.000001 * least_us
         assert 0 < auto.report(model).efficiency <= 1
     assert len(chosen) > 1
     assert [

@@ -172,3 +172,12 @@ def test_padding_refuses_what_is_too_small():
     fewer = dataclasses.replace(plan.spec, comm=plan.spec.comm[:1], calc=plan.spec.calc[:2])
     with pytest.raises(ValueError, match=r"spec\.calc has 2 entries, but 3 are needed"):
         plan.pad_to(fewer)
+
+
+def test_scaled_specs_have_room_for_more_rows():
+    plan = make_plan(varlen_causal([60] * 20), 4, dataclasses.replace(CONFIG, overlap=1))
+    wide = plan.spec.scaled(2.0)
+    assert wide.comm[0].dst_rows >= min(2 * plan.spec.comm[0].dst_rows, 3 * 300)
+    assert wide.calc[1].k_len == wide.comm[0].dst_rows
+    assert wide.covers(plan.spec)
+    assert plan.spec.scaled(100.0).comm[0].dst_rows <= bucket(3 * plan.spec.local_len)

@@ -46,8 +46,8 @@ def test_engines_find_the_same(name):
         assert_same(works[0].travel.moved, works[1].travel.moved)
         for part in ("away", "home"):
             assert_same(getattr(works[0].travel, part), getattr(works[1].travel, part))
-    for count in (1, 2, 5):
-        compiled, twin = (work.staged(count) for work in works)
+    for count, turned in ((1, False), (2, False), (5, False), (2, True), (5, True)):
+        compiled, twin = (work.staged(count, turned) for work in works)
         assert_same(compiled.remote, twin.remote)
         for a, b in zip(compiled.slices, twin.slices, strict=True):
             assert_same(a, b)

@@ -136,7 +136,7 @@ py::tuple RunFindRemote(const Ints& slices, const Ints& edges, const Ints& owner
 // (remote [E, 7], slices [C, 6], group [C]) of a cut and its remote ranges, in stages.
 py::tuple RunCutStages(const Ints& slices, const Ints& rank, const Ints& q_offset,
                        const Ints& remote, const Ints& edges, const Ints& owner, const Ints& offset,
-                       int64_t num_ranks, int64_t num_stages) {
+                       int64_t num_ranks, int64_t num_stages, bool turned) {
   const Layout layout = LayoutOf(edges, owner, offset, num_ranks);
   Require(slices.size() == 6 * rank.size() && q_offset.size() == rank.size(),
           "arrays of a cut do not fit together");
@@ -152,7 +152,7 @@ py::tuple RunCutStages(const Ints& slices, const Ints& rank, const Ints& q_offse
     last = range.dst;
   }
   for (int64_t r : cut.rank) Require(r >= 0 && r < num_ranks, "a rank is out of range");
-  if (num_stages > 1) far = SplitStages(far, num_ranks, num_stages);
+  if (num_stages > 1) far = SplitStages(far, num_ranks, num_stages, turned);
   const StageSlices stages = CutStages(cut, far, layout, num_stages);
   return py::make_tuple(Table(far), Table(stages.slices), Column(stages.group));
 }

@@ -18,6 +18,27 @@ struct KeySegment {
   int64_t begin, end, stage, k_offset;
 };
 
+// Received rows [begin, end) of a rank, counted in global order, which land in the buffer of one
+// stage from row `offset` on.
+struct Cell {
+  int64_t begin, end, stage, offset;
+};
+
+// Stages of equal size from row `start` on, round to it again.
+std::vector<Cell> StageCells(int64_t rows, int64_t start, int64_t num_stages) {
+  std::vector<Cell> cells;
+  for (int64_t stage = 0; stage < num_stages; ++stage) {
+    const int64_t begin = start + rows * stage / num_stages;
+    const int64_t end = start + rows * (stage + 1) / num_stages;
+    const int64_t beyond = std::max<int64_t>(end - std::max(begin, rows), 0);
+    if (beyond > 0) cells.push_back({end - beyond - rows, end - rows, stage, 0});
+    if (begin < std::min(end, rows)) cells.push_back({begin, std::min(end, rows), stage, beyond});
+  }
+  std::sort(cells.begin(), cells.end(),
+            [](const Cell& a, const Cell& b) { return a.begin < b.begin; });
+  return cells;
+}
+
 struct Piece {
   BandSlice slice;
   int64_t group;
@@ -127,22 +148,25 @@ std::vector<RemoteRange> FindRemote(const QueryCut& cut, const Layout& layout) {
 }
 
 std::vector<RemoteRange> SplitStages(const std::vector<RemoteRange>& remote, int64_t num_ranks,
-                                     int64_t num_stages) {
+                                     int64_t num_stages, bool turned) {
   std::vector<int64_t> rows(num_ranks, 0);
   for (const RemoteRange& range : remote) rows[range.dst] += range.end - range.begin;
   std::vector<RemoteRange> out;
-  int64_t stage = 0;
+  std::vector<Cell> cells;
+  auto cell = cells.begin();
   for (size_t i = 0; i < remote.size(); ++i) {
     const RemoteRange& range = remote[i];
-    if (i == 0 || remote[i - 1].dst != range.dst) stage = 0;
-    const auto stage_begin = [&](int64_t s) { return rows[range.dst] * s / num_stages; };
+    if (i == 0 || remote[i - 1].dst != range.dst) {
+      const int64_t start = turned ? rows[range.dst] * range.dst / num_ranks : 0;
+      cells = StageCells(rows[range.dst], start, num_stages);
+      cell = cells.begin();
+    }
     const int64_t range_end = range.dst_row + range.end - range.begin;
     for (int64_t row = range.dst_row; row < range_end;) {
-      while (stage_begin(stage + 1) <= row) ++stage;
-      const int64_t end = std::min(range_end, stage_begin(stage + 1)),
-                    skipped = row - range.dst_row;
+      while (cell->end <= row) ++cell;
+      const int64_t end = std::min(range_end, cell->end), skipped = row - range.dst_row;
       out.push_back({range.dst, range.src, range.begin + skipped, range.begin + skipped + end - row,
-                     range.src_row + skipped, stage, row - stage_begin(stage)});
+                     range.src_row + skipped, cell->stage, row - cell->begin + cell->offset});
       row = end;
     }
   }

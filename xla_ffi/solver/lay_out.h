@@ -45,9 +45,11 @@ QueryCut CutQueries(const BandSlice* slices, int64_t num_slices, const Layout& l
 // the layout is that of the keys.
 std::vector<RemoteRange> FindRemote(const QueryCut& cut, const Layout& layout);
 
-// Cuts the rows of each rank, in global order, into runs of nearly equal size.
+// Cuts the rows of each rank into stages of nearly equal size. Turned ones start at another place
+// on each rank, so that the senders of one stage are not the same for all. A buffer keeps global
+// order.
 std::vector<RemoteRange> SplitStages(const std::vector<RemoteRange>& remote, int64_t num_ranks,
-                                     int64_t num_stages);
+                                     int64_t num_stages, bool turned);
 
 // Stage 0 reads the rank's own keys, stage i + 1 what remote stage i brings.
 StageSlices CutStages(const QueryCut& cut, const std::vector<RemoteRange>& remote,
