@@ -179,12 +179,12 @@ def check(stored: dict) -> list[str]:
 
 def compiles(stored: dict) -> list[str]:
     """Compilations and times by way of giving the mask."""
-    documents = "{} to {} documents, median {:.0f}".format(
-        stored["documents"][0], stored["documents"][2], stored["documents"][1]
-    )
+    least, middle, most = stored["documents"]
+    documents = f"{least} to {most} documents, median {middle:.0f}"
     heads = "{}:{} heads".format(*stored["heads"])
     lines = [
-        f"{stored['packings']} packings of Python source files, {stored['seq_len']} tokens, {documents};"
+        f"{stored['packings']} packings of functions and classes of the Python library,"
+        f" {stored['seq_len']} tokens, {documents};"
         f" {heads} of {stored['head_dim']}, {stored['dtype']}, {stored['devices']} device(s). Planning is"
         " what is done on the host for each packing, by the clock and in processor time; times are median"
         " (95th percentile) in ms.",

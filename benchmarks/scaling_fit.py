@@ -6,6 +6,7 @@ import numpy as np
 from scaling_work import FLOPS_PER_PAIR, HEAD_DIM, Piece
 from scipy.optimize import nnls
 
+from magi_jax.masks import bands
 from magi_jax.solver import slice_table
 
 PROCESSORS = 132  # of an H100 or H200
@@ -25,27 +26,44 @@ class Fit(NamedTuple):
     errors: dict[str, tuple[float, float]]
 
     def microseconds(self, features: np.ndarray, which: str) -> np.ndarray:
-        """Predicted times of features ``[pieces, 5]``."""
+        """Predicted times of features ``[pieces, 13]``."""
         return features @ self.weights[which]
 
 
 def features(piece: Piece) -> np.ndarray:
-    """``[5]``: one; walked cells in all and those under a mask, over processors; runs; the longest tile.
-
-    Cells are those of 128-row tiles, times heads, in units of a 128 x 128 block.
+    """``[13]``: one; rows of queries and of keys, times heads; then of the walk of query tiles and of that of
+    key tiles five each, as `_walk` lists them.
     """
     slices = piece.slices.astype(np.int64)
+    share = piece.heads / PROCESSORS / 128
+    rows = [piece.q_len * share, piece.k_len * piece.kv_heads / PROCESSORS / 128]
+    return np.array(
+        [
+            1.0,
+            *rows,
+            *_walk(slices, piece.q_len, share),
+            *_walk(bands.transpose(slices), piece.k_len, share),
+        ]
+    )
+
+
+def _walk(slices: np.ndarray, length: int, share: float) -> list[float]:
+    """Cells that are walked, those under a mask, tiles, slices looked up; the longest tile.
+
+    Cells are those of 128-row tiles in units of a 128 x 128 block; all but the last are times heads over
+    processors.
+    """
     engine = slice_table.ENGINES["compiled"]
-    walk = engine(slices, np.zeros(len(slices), np.int64), 1, piece.q_len, 128)
+    walk = engine(slices, np.zeros(len(slices), np.int64), 1, length, 128)
     count = int(walk.ptr[0, -1])
     runs = walk.runs[0, :count].astype(np.float64)
-    length = runs[:, 1] - runs[:, 0]
+    walked = runs[:, 1] - runs[:, 0]
     tile = np.repeat(np.arange(walk.ptr.shape[1] - 1), np.diff(walk.ptr[0]))
-    longest = np.bincount(tile, length).max(initial=0.0)
-    masked = length - (runs[:, 3] - runs[:, 2])
-    share = piece.heads / PROCESSORS / 128
-    tiles = np.count_nonzero(np.diff(walk.ptr[0])) * 128 * share
-    return np.array([1.0, length.sum() * share, masked.sum() * share, tiles, longest / 128])
+    longest = np.bincount(tile, walked).max(initial=0.0) / 128
+    masked = walked - (runs[:, 3] - runs[:, 2])
+    tiles = np.count_nonzero(np.diff(walk.ptr[0])) * 128
+    looked_up = (runs[:, 5] - runs[:, 4]).sum() * 128
+    return [*(x * share for x in (walked.sum(), masked.sum(), tiles, looked_up)), longest]
 
 
 def first_fit() -> Fit:
@@ -53,7 +71,7 @@ def first_fit() -> Fit:
     weights = {}
     for which, tflops in FIRST_TFLOPS.items():
         block_us = FLOPS_PER_PAIR[which] * 128 * 128 * HEAD_DIM / (tflops * 1e6) * PROCESSORS
-        weights[which] = np.array([8.0, block_us, 0.3 * block_us, 1.0, 0.0])
+        weights[which] = np.array([8.0, 0, 0, block_us, 0.3 * block_us, 1.0, *np.zeros(7)])
     return Fit(weights, {which: (0.0, 0.0) for which in weights})
 
 
