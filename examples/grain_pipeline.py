@@ -15,6 +15,7 @@ import functools
 import itertools
 import time
 
+import absl.flags
 import corpus
 import grain
 import jax
@@ -72,6 +73,9 @@ def planned_batches(flags: argparse.Namespace) -> grain.IterDataset:
     sample = itertools.islice(packed_batches(flags), 16)
     batches = packed_batches(flags).map(planner.fit(sample, margin=1.5))
     if flags.workers:
+        absl.flags.FLAGS(
+            ["grain_pipeline"]
+        )  # grain's processes read its own flags, of which none is set
         return batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=flags.workers))
     return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=4)
 
