@@ -33,7 +33,7 @@ def test_a_killed_coordinator_stops_the_others(tmp_path):
 
 def test_a_slow_process_is_waited_for(tmp_path):
     """Twice as long as the heartbeat may be missing: it still beats."""
-    slow = {1: ["--sleep-at", "2", "--sleep", "20"]}
+    slow = {1: ["--sleep-at", "2", "--sleep", "30"]}
     with Job(2, tmp_path, ["--steps", "3"], slow) as job:
         ended = job.wait(PATIENCE)
     assert [e.status for e in ended] == [0, 0], ended

@@ -8,8 +8,8 @@ from job import Job
 
 # What a survivor says: the heartbeat was missed, or the connection broke before.
 NAMED = r"Task 1 heartbeat timeout|stopped sending heartbeats\):\s+1\b|[Cc]onnection (closed|reset) by peer"
-# Only so that a hang ends: ten times the heartbeat's.
-PATIENCE = 100
+# Only so that a hang ends: twenty times the heartbeat, for machines that are busy.
+PATIENCE = 300
 
 
 def losses(output: str) -> dict[int, float]:

@@ -20,7 +20,7 @@ def flags() -> argparse.Namespace:
     parser.add_argument("--initialization", type=int, default=60, help="seconds until all came")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument(
-        "--heartbeat", type=int, default=10, help="seconds until a dead process counts"
+        "--heartbeat", type=int, default=15, help="seconds until a dead process counts"
     )
     parser.add_argument(
         "--checkpoint", type=Path, help="read at the start, written after each step"
