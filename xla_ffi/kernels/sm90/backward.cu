@@ -20,7 +20,7 @@ constexpr int kBlockN = 128;  // keys of a tile, in all instantiations
 // be the last to finish.
 constexpr int kSectionItems = 1024;
 // Blocks of an item, where splitting a tile by heads allows: more cost less, fewer balance better.
-constexpr int kItemBlocks = 160;
+constexpr int kLeastItemBlocks = 32, kItemBlocks = 160;
 constexpr int kBlockQueries = 64;
 constexpr size_t kCounterBytes = 128;  // of scratch, before the rest
 
@@ -116,6 +116,7 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
   params.num_slices = problem.num_slices;
   params.parts_per_tile = problem.tile_size / kBlockN;
   params.section_items = kSectionItems;
+  params.least_item_blocks = kLeastItemBlocks;
   params.item_blocks = kItemBlocks;
   return params;
 }
@@ -128,7 +129,7 @@ cudaError_t ClearGradient(void* gradient, DType dtype, int rows, int heads, int 
 }
 
 // What the kernel reads besides the operands, and zeros where it adds.
-cudaError_t Prepare(const BackwardParams& backward, const BackwardKernelParams& params,
+cudaError_t Prepare(const BackwardParams& backward, const BackwardKernelParams& params, int num_sms,
                     cudaStream_t stream) {
   const Problem& problem = backward.problem;
   const dim3 stat_tiles((params.stat_rows + kStatTile - 1) / kStatTile,
@@ -139,7 +140,7 @@ cudaError_t Prepare(const BackwardParams& backward, const BackwardKernelParams& 
       problem.num_heads, params.stat_rows);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  PlanWork<<<1, kPlanThreads, 0, stream>>>(params, kBlockQueries);
+  PlanWork<<<1, kPlanThreads, 0, stream>>>(params, kBlockQueries, num_sms);
   error = cudaGetLastError();
   if (error != cudaSuccess || problem.num_heads == problem.num_kv_heads) return error;
   const dim3 tiles(NumTiles(problem), kMergeBlocks);
@@ -214,12 +215,12 @@ cudaError_t Backward(const BackwardParams& backward, cudaStream_t stream) {
   }
   if (backward.scratch == nullptr) return cudaErrorInvalidValue;
   const BackwardKernelParams params = MakeKernelParams(backward);
-  error = Prepare(backward, params, stream);
-  if (error != cudaSuccess) return error;
   int device, num_sms;
   error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  error = Prepare(backward, params, num_sms, stream);
   if (error != cudaSuccess) return error;
   const int group = problem.num_heads / problem.num_kv_heads;
   const int64_t most_work = int64_t{NumTiles(problem)} * problem.num_kv_heads * group;

@@ -23,12 +23,12 @@ size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype);
 // What runs for this problem. Writes at most `size` bytes.
 void DescribeBackward(const Problem& problem, char* text, size_t size);
 
-// Enqueues one memset node and two kernels on `stream` of the current device; no host
+// Enqueues one memset node and up to five kernels on `stream` of the current device; no host
 // synchronisation, no allocation. The problem must not be refused. Returns the launch error, if
 // any.
 //
-// dq is a sum of float32 terms in the order in which thread blocks arrive, so that its last bits
-// vary from run to run. dk and dv do not.
+// dq, and dk and dv of keys that many queries see, are sums of float32 terms in the order in which
+// thread blocks arrive, so that their last bits vary from run to run.
 cudaError_t Backward(const BackwardParams& params, cudaStream_t stream);
 
 }  // namespace magi_jax::sm90

@@ -6,9 +6,8 @@
 //   dK  += dS^T Q
 //   dQ   = dS K     dS of both warpgroups through shared memory; each makes 64 of the columns
 //
-// where P = exp(logits - lse) and dS = P (dP - delta). The next block's S is started before dS is
-// shared, so that the tensor cores have work while the warpgroups meet; dQ is stored beside dK, P
-// is made beside dP, and dS beside dV.
+// where P = exp(logits - lse) and dS = P (dP - delta). dQ is stored beside the next block's S
+// and dK, P is made beside dK and dP, and dS beside dV.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_MAINLOOP_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_MAINLOOP_H_
@@ -129,21 +128,22 @@ struct GradientConsumer {
   __device__ __forceinline__ void NextBlock(uint32_t (&ds)[kLogits / 2]) {
     float dq[kGradients], s[kLogits], dp[kLogits];
     const int slot = ring.slot;
+    ShareLogitGradients(ds);
+    IssueQueryGradient(dq);
     ring.Advance();
     BarrierWait(&shared.q_full[ring.slot], ring.parity);
     flags = shared.notes[ring.slot].header.flags;
     IssueLogits(s);
-    ShareLogitGradients(ds);
-    IssueQueryGradient(dq);
     IssueAccumulate(dk, ds, SharedAddress(shared.q[slot]));
     RowMask<kLogits / 2> rows[2];
     FindVisible(rows);
-    WgmmaWait<1, 1>();
-    PinRegisters(s);
+    WgmmaWait<2, 1>();
     StoreQueryGradient(dq, slot);
     float2 lse[kLogits / 8];
     LoadStats<0>(lse, shared.lse[ring.slot]);
     IssueLogitGradients(dp);
+    WgmmaWait<2, 2>();
+    PinRegisters(s);
     ToProbabilities<0>(s, lse, rows);
     LoadStats<1>(lse, shared.lse[ring.slot]);
     ToProbabilities<1>(s, lse, rows);

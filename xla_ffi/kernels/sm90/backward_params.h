@@ -132,9 +132,9 @@ struct BackwardKernelParams {
   float scale;
   float transform_scale, cap_log2;  // 2 log2(e) scale / cap and cap log2(e), where kSoftCap
   int q_len, k_len, num_heads, num_kv_heads, num_slices;
-  int parts_per_tile;  // tiles of keys that cover one table tile
-  int item_blocks;     // that an item should not walk more of
-  int section_items;   // at least so many are dealt out before the next kv heads begin
+  int parts_per_tile;                  // tiles of keys that cover one table tile
+  int least_item_blocks, item_blocks;  // that an item may walk, and should not walk more of
+  int section_items;  // at least so many are dealt out before the next kv heads begin
 };
 
 }  // namespace magi_jax::sm90

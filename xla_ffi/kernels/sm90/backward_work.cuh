@@ -15,6 +15,7 @@
 namespace magi_jax::sm90 {
 
 constexpr int kPlanThreads = 1024;
+constexpr int kItemsPerSm = 10;  // at least, while items are not too short
 constexpr int kMergeThreads = 256, kMergeBlocks = 8;
 
 // Blocks that a table tile walks for one head, at most; a table may be hostile.
@@ -42,16 +43,26 @@ __device__ __forceinline__ int PartsOfTile(int blocks, int group, int item_block
 // One block. Lists the items of one kv head: those that start at the first head of the group before
 // those that start at the second, longest tiles first.
 __global__ void __launch_bounds__(kPlanThreads)
-    PlanWork(const __grid_constant__ BackwardKernelParams params, int block_queries) {
+    PlanWork(const __grid_constant__ BackwardKernelParams params, int block_queries, int num_sms) {
   __shared__ int warp_counts[kPlanThreads / 32];
+  __shared__ unsigned long long all_blocks;  // of one head
+  if (threadIdx.x == 0) all_blocks = 0;
+  __syncthreads();
   const TileRuns& by_key = params.by_key;
   const int parts_per_tile = params.parts_per_tile;
   const int group = params.num_heads / params.num_kv_heads;
   const int num_tiles = by_key.num_tiles * parts_per_tile;
   for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads) {
     const int blocks = BlocksOfTile(by_key, tile / parts_per_tile, params.q_len, block_queries);
-    params.parts[tile] = PartsOfTile(blocks, group, params.item_blocks);
+    params.parts[tile] = blocks;
+    atomicAdd(&all_blocks, blocks);
   }
+  __syncthreads();
+  const int64_t share = static_cast<int64_t>(all_blocks) * params.num_heads / num_sms;
+  const int item_blocks = static_cast<int>(min(
+      max(share / kItemsPerSm, int64_t{params.least_item_blocks}), int64_t{params.item_blocks}));
+  for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads)
+    params.parts[tile] = PartsOfTile(params.parts[tile], group, item_blocks);
   __syncthreads();
   int listed = 0;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
