@@ -67,6 +67,10 @@ def make_report(
     )
     if mask is None:
         return report
+    if report.is_cross:
+        raise ValueError(
+            "lower bounds are of self-attention; the keys of this plan are other tokens"
+        )
     return replace(report, bounds=_bounds(plan, mask, report.imbalance, ranks_per_node))
 
 
