@@ -26,7 +26,7 @@ OURS = "magi_jax"
 TWO_LEVEL = (
     "magi_jax_two_level"  # with casts and reduces that cross between nodes once for each row
 )
-MOST_SLICES = 1_000_000  # of all steps of a strategy, past which it is left out
+MOST_SLICES = 200_000  # of all steps of a strategy, past which it is left out
 FEW = 16  # slices of a mask that it is worth bringing into one form
 DOCUMENTS = pathlib.Path(__file__).with_name("kernel_documents.json")
 
