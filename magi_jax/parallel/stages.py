@@ -17,7 +17,7 @@ from magi_jax.ops import Implementation, add_sinks, sinks_gradient
 from magi_jax.ops.lse import max_of_rows
 from magi_jax.parallel.overlap import after, barrier, behind
 from magi_jax.parallel.travelling import Travel, merge_returned
-from magi_jax.plan import AttentionPlan, CommMeta, SliceTable
+from magi_jax.plan import AttentionPlan, CommMeta
 
 KeysValues = tuple[jax.Array, jax.Array]
 Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]  # q, k, v, sinks
@@ -98,44 +98,55 @@ class Stages:
             plan: the rank's part of the plan.
         """
         (dout, dlse), (out, lse, kept), (q, k, v, sinks) = cotangents, results, operands
-        delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
 
         def gradients(rows, keys_values, table):
             (dout, q, lse, delta), (k, v) = rows, keys_values
             options = self._kernel_options() | {"dkv_dtype": jnp.float32}
             return self.implementation.backward(dout, q, k, v, lse, delta, table, **options)
 
-        rows = (dout, q, lse, delta)
         # What was kept came in the stages of the forward pass.
         stages = plan.forward_stages if self.keep_remote_kv else plan.backward_stages
         # Tied to the cotangents: it must not start before, nor be merged with the forward pass's
         # transfer, whose result would then be kept alive in between.
-        remote = _Prefetch(self, (k, v), after(stages.comm, delta), kept)
+        remote = _Prefetch(self, (k, v), after(stages.comm, dout), kept)
+        dout = remote.behind_start(dout)
+        delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
+        rows = (dout, q, lse, delta)
         travel, returned_dq = self._travel(plan), None
         visitors = travel.send(rows) if travel else ()
-        dq, *dkv = gradients(rows, (k, v), remote.behind_start(stages.calc[0]))
+        # Own keys come last: their gradients stay, and hide the way back of the last stage's.
+        remote_dq, dkv, returning = self._remote_gradients(gradients, rows, remote, stages)
+        dq, *own_dkv = gradients(rows, (k, v), behind(stages.calc[0], returning))
         if travel:
-            visitors, (dq, *dkv) = barrier(visitors, (dq, *dkv))
+            visitors, (dq, *own_dkv) = barrier(visitors, (dq, *own_dkv))
             returned_dq, visitors_dkv = travel.differentiate(gradients, visitors, (k, v))
-            dkv = list(map(jnp.add, dkv, visitors_dkv))
-        returning = None
+            own_dkv = list(map(jnp.add, own_dkv, visitors_dkv))
+        if returning is not None:
+            returning, dq = barrier(returning, dq)
+            dkv = _add(dkv, finish(returning, self.transport))
+        dq = dq if remote_dq is None else remote_dq + dq
+        if returned_dq is not None:
+            dq = dq + returned_dq
+        dk, dv = self._sum_shared(_add(dkv, own_dkv))
+        dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
+        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
+
+    def _remote_gradients(self, gradients, rows, remote: "_Prefetch", stages):
+        """Of all remote stages: dQ, what has come back of dK and dV, and what is still on its way;
+        each None where there is none.
+        """
+        (*others, delta), dq, dkv, returning = rows, None, None, None
         for stage, table in enumerate(stages.calc[1:]):
-            keys_values, (dq, *dkv) = remote.take(stage, (dq, *dkv))
+            keys_values, (delta, dq) = remote.take(stage, (delta, dq))
             table = behind(remote.behind_start(table), returning)
-            stage_dq, *stage_dkv = gradients(rows, keys_values, table)
-            dq = dq + stage_dq
+            stage_dq, *stage_dkv = gradients((*others, delta), keys_values, table)
+            dq = stage_dq if dq is None else dq + stage_dq
             if returning is not None:
                 # Those of the stage before had this one to hide behind.
                 returning, dq = barrier(returning, dq)
-                dkv = list(map(jnp.add, dkv, finish(returning, self.transport)))
+                dkv = _add(dkv, finish(returning, self.transport))
             returning = self._send_back(stage_dkv, stages.comm[stage])
-        if returning is not None:
-            dkv = list(map(jnp.add, dkv, finish(returning, self.transport)))
-        if returned_dq is not None:
-            dq = dq + returned_dq
-        dk, dv = self._sum_shared(dkv)
-        dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
-        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
+        return dq, dkv, returning
 
     def _travel(self, plan: AttentionPlan) -> Travel | None:
         if plan.travel is None:
@@ -184,6 +195,10 @@ class _Prefetch:
             self.pending = self.stages.fetch(self.keys_values, comm)
         return (keys, values), done
 
-    def behind_start(self, table: SliceTable) -> SliceTable:
-        """The table of the attention that the fetch in flight is to hide behind."""
-        return behind(table, self.pending)
+    def behind_start(self, operand: Any) -> Any:
+        """An operand of the computation that the fetch in flight is to hide behind."""
+        return behind(operand, self.pending)
+
+
+def _add(total: list[jax.Array] | None, more: list[jax.Array]) -> list[jax.Array]:
+    return more if total is None else list(map(jnp.add, total, more))

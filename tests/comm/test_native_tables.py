@@ -14,6 +14,7 @@ from transfers import DST_ROWS, SRC_ROWS, padded, pairs, random_comm
 
 from magi_jax.comm import group_cast, staging_bytes, symmetric_memory
 from magi_jax.comm.native import NativeCalls
+from magi_jax.comm.symmetric import _seats
 from magi_jax.ops import ffi
 from magi_jax.plan import CommSpec
 
@@ -194,6 +195,16 @@ def test_the_portable_transport_serves_only_where_it_may(rng):
         assert memory.transport.name == "portable"
         assert "portable (padded all_to_all), since they need NVIDIA GPUs" in memory.describe()
         assert memory.failure() is None
+
+
+def test_ranks_exchange_along_the_axis_alone():
+    mesh = jax.make_mesh((2, 2, 2), ("dp", "cp", "tp"), (AxisType.Auto,) * 3)
+    seats = _seats(mesh, "cp")
+    assert {seat.device for seat in seats} == set(mesh.devices.flat)
+    for seat in seats:
+        ((dp, cp, tp),) = np.argwhere(mesh.devices == seat.device)
+        assert seat.rank == cp
+        assert seat.group == tuple(mesh.devices[dp, :, tp])
 
 
 def test_room_for_staged_operands():

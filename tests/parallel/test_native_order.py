@@ -111,5 +111,5 @@ def test_attention_waits_for_the_start_of_a_call_and_its_finish_for_attention(te
         between = program.ancestors(finish) - program.ancestors(start)
         behind = {v for v in between if start in program.ancestors(v)}
         hidden += any("dot_general" in program.lines[v] for v in behind)
-    # The last reduce has no attention left to hide behind.
+    # The first fetch of the backward pass has no attention to hide behind yet.
     assert hidden == len(finishes) - (direction == "backward")
