@@ -10,7 +10,6 @@ See docs/collectives.md for the protocol, for what happens when a peer never com
 layouts of processes are served.
 """
 
-import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from magi_jax.comm.native import NativeCalls
 from magi_jax.comm.portable import PORTABLE
 from magi_jax.comm.transport import Transport
 from magi_jax.ops import ffi
-from magi_jax.plan import AttentionPlan
 
 PLACEMENTS = ("direct", "staged")
 
@@ -61,7 +59,6 @@ class SymmetricMemory:
         self.num_bytes = num_bytes
         self._pools = pools
         self._text = text
-        self._agreements = itertools.count()
 
     def describe(self) -> str:
         """Which transport serves, how operands are reached, and what it holds."""
@@ -84,23 +81,6 @@ class SymmetricMemory:
         failure = self.failure()
         if failure:
             raise RuntimeError(failure)
-
-    def agree(self, plan: AttentionPlan, timeout_s: float = 60.0) -> None:
-        """Checks that every process made the same plan; every process calls it.
-
-        Raises:
-            ValueError: plans differ; the processes are named.
-            RuntimeError: a process did not come in time.
-        """
-        key = f"magi_jax/symmetric_memory/{self._pools}/plan/{next(self._agreements)}"
-        prints = exchange(key, plan.fingerprint().encode(), range(jax.process_count()), timeout_s)
-        own = prints[jax.process_index()]
-        others = [process for process, text in enumerate(prints) if text != own]
-        if others:
-            raise ValueError(
-                f"process {jax.process_index()} and processes {others} made different plans:"
-                f" fingerprints {[text.decode() for text in prints]}"
-            )
 
     def close(self) -> None:
         """Frees the memory. Programs that were compiled with its transport cannot run any more."""
