@@ -28,7 +28,7 @@ class Holders {
     ForEachNeed(unit, [&](int32_t span) {
       const int64_t rows = problem_.rows[span];
       total += rows;
-      const int32_t* list = &list_[static_cast<size_t>(span) * num_groups_];
+      const int32_t* list = list_.data() + static_cast<size_t>(span) * num_groups_;
       for (int32_t i = 0; i < count_[span]; ++i) new_rows[list[i]] -= rows;
     });
     for (int64_t& rows : new_rows) rows += total;

@@ -31,9 +31,12 @@ class Placement {
   std::vector<int64_t> change;   // [2 R + 2 D], 0 where not touched
 
  private:
-  int32_t* counts(int32_t rank) { return &counts_[static_cast<size_t>(rank) * p_.num_spans]; }
+  // Pointers past the end, to nothing, where there is no span.
+  int32_t* counts(int32_t rank) {
+    return counts_.data() + static_cast<size_t>(rank) * p_.num_spans;
+  }
   int32_t* node_counts(int32_t node) {
-    return &node_counts_[static_cast<size_t>(node) * p_.num_spans];
+    return node_counts_.data() + static_cast<size_t>(node) * p_.num_spans;
   }
   int32_t recv(int32_t rank) const { return rank; }
   int32_t send(int32_t rank) const { return p_.num_ranks + rank; }
