@@ -47,7 +47,8 @@ def main() -> int:
     build_modules(args.jobs)
     python = [sys.executable, "-m"]
     fuzz = [sys.executable, "tests/fuzz/fuzz.py", "--extensions", str(BUILD), "--only", FRAMES]
-    pytest = [*python, "pytest", "-q", "-p", "other_build", "--extensions", str(BUILD)]
+    # Without capture: what a sanitizer prints before it ends the process would be lost.
+    pytest = [*python, "pytest", "-q", "-s", "-p", "other_build", "--extensions", str(BUILD)]
     steps = {
         "fuzzing slice tables": lambda: fuzz_tables(args.seconds),
         "fuzzing attention": lambda: run([*fuzz, "--seconds", str(args.seconds)], preload=True),
