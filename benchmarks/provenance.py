@@ -12,6 +12,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+PLACES = ("--commit", "--json", "--out", "--pieces", "--workloads")
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "tokamax")
 
 
@@ -27,7 +28,7 @@ def describe(commit: str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
         "commit": commit or _commit(),
-        "command": shlex.join(["python", _relative(sys.argv[0]), *sys.argv[1:]]),
+        "command": _command(sys.argv),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -78,6 +79,17 @@ def _commit() -> str:
         return head + (" with changes" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def _command(argv: list[str]) -> str:
+    """The command line without what only says where files are and what the commit is."""
+    words, rest = ["python", _relative(argv[0])], iter(argv[1:])
+    for word in rest:
+        if word in PLACES:
+            next(rest)
+        else:
+            words.append(word)
+    return shlex.join(words)
 
 
 def _relative(path: str) -> str:

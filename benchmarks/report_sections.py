@@ -87,6 +87,8 @@ def scaling(stored: dict) -> list[str]:
         " `hybrid` gives a rank up to 1.5 times the mean number of tokens, for which the rest of a model"
         " would pay, and its gathers hide behind the level before.",
         "",
+        *timed_shares(stored["rows"]),
+        "",
         "![forward](pictures/scaling_forward.png)",
         "![backward](pictures/scaling_backward.png)",
     ]
@@ -114,6 +116,22 @@ def scaling(stored: dict) -> list[str]:
     lines += ["", "Targets:", "", *table(["target", "reached"], targets(stored["rows"]))]
     lines += ["", *beside_published(stored["rows"])]
     return [*lines, "", *_losses("Strategies that are ahead, with our share of their rate", behind)]
+
+
+def timed_shares(rows: list[dict]) -> list[str]:
+    """How much of the kernel time was timed, by number of ranks."""
+    shares = []
+    for cp in _distinct(rows, "cp"):
+        here = [row for row in rows if row["cp"] == cp]
+        ours = [row["measured"] for row in here if row["strategy"] == OURS]
+        others = [row["measured"] for row in here if not row["strategy"].startswith(OURS)]
+        pair = (_percent(sum(x) / len(x)) for x in (ours, others))
+        shares.append("{} and {} at {} ranks".format(*pair, cp))
+    return [
+        f"Of the kernel time of ours and of the others, means over masks, {', '.join(shares)} was timed; the"
+        " rest is the fit's. The kernels are those of the commit named above, the plans and layouts those of"
+        " the commit of this section."
+    ]
 
 
 def beside_published(rows: list[dict]) -> list[str]:

@@ -39,7 +39,7 @@ def test_losses_are_listed(tmp_path):
 
 def test_scaling_lists_strategies_that_are_ahead():
     rows = [
-        {"cp": 8, "mask": "full", "strategy": name, "forward": f, "backward": b}
+        {"cp": 8, "mask": "full", "strategy": name, "forward": f, "backward": b, "measured": 0.5}
         for name, f, b in (("magi_jax", 600, 500), ("ulysses", 610, 400), ("ring_zigzag", 1, 1))
     ]
     stored = {
