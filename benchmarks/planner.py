@@ -3,7 +3,7 @@
     python benchmarks/planner.py [--cp 8 16 32 64] [--seeds 0 1 2] [--effort fast] [--workloads FILE]
 
 Prints one table for each number of ranks, then what was reached of the targets at 64, and writes JSON. Rows
-are over the sequence length; times are CPU time of the process, the least of nine calls
+are over the sequence length; times are CPU time of the process, the least of five calls
 with effort fast, of one with high.
 """
 
@@ -97,7 +97,7 @@ def run_case(mask: AttnMask, cp_size: int, effort: str, model: CostModel) -> dic
     """Our plan and min-heap's for one mask, bounds, and how long ours took."""
     per_node = min(NODE, cp_size)
     config = PlanConfig(chunk_size=CHUNK, ranks_per_node=per_node, effort=effort, cost_model=model)
-    repeats = 9 if effort == "fast" else 1
+    repeats = 5 if effort == "fast" else 1
     plan_ms, plan = _timed(lambda: make_plan(mask, cp_size, config), repeats)
     ours = measure(plan, model, per_node)
     heap = dataclasses.replace(config, dispatch="lpt", travelling="never")

@@ -114,8 +114,8 @@ def _works(
         if plan.travel is not None and moved.any():
             away = _stage_slices(plan.travel.calc)
             travel = timeline.travel_work(away, moved, per_node, model, bool(backward))
-        rows = _traffic(stages.comm, plan.cp_size)
-        sizes = plan.spec.local_len, per_node, model, bool(backward)
+        rows = timeline.link_rows(_traffic(stages.comm, plan.cp_size), per_node)
+        sizes = plan.spec.local_len, model, bool(backward)
         works.append(timeline.direction_work(shapes, rows, *sizes, travel))
     return works
 

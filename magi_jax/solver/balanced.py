@@ -100,7 +100,7 @@ class Effort(NamedTuple):
 EFFORTS = MappingProxyType(
     {
         "fast": Effort(
-            1000, 1, 400_000, AREA_LIMIT, 1.0, (Round(1.02, 0.5, 0.2), Round(1.01, 0.5, 0.05))
+            600, 1, 300_000, AREA_LIMIT, 1.0, (Round(1.02, 0.5, 0.2), Round(1.01, 0.5, 0.05))
         ),
         "high": Effort(
             5000, 3, 80_000_000, 1.0045, 1.5, (Round(1.03, 0.45, 0.3), Round(1.0035, 0.55, 0.1))

@@ -93,9 +93,17 @@ class CostModel:
         """
         return self.times_us(*self.shapes(slices), backward)
 
-    def shapes(self, slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Area of each slice and the logarithm of its visible keys per row: what rates depend on."""
-        area = bands.area(slices)
+    def shapes(
+        self, slices: np.ndarray, area: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Area of each slice and the logarithm of its visible keys per row: what rates depend on.
+
+        Args:
+            slices: tight slices ``[A, 6]``.
+            area: of the slices, where it is known.
+        """
+        if area is None:
+            area = bands.area(slices)
         rows = np.maximum(slices[:, bands.Q_END] - slices[:, bands.Q_START], 1)
         return area, np.log(np.maximum(area / rows, 1.0))
 

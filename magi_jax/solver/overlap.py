@@ -48,7 +48,7 @@ def choose_stages(
     """Predicts stages from their exact slices and takes the fastest, for each direction by itself.
 
     Tried are 1 to `MOST_STAGES` straight stages of equal size, then turned ones (`remote.split_stages`)
-    in the best of these numbers and in the largest.
+    in the best of these numbers, or in the largest where one was best.
 
     Args:
         work: what one layout asks for.
@@ -73,9 +73,8 @@ def choose_stages(
         for count in range(1, 2 if vain else MOST_STAGES + 1) if settled is None else (settled,):
             predict(count, turned=False)
         best, _ = min(times_us, key=times_us.__getitem__)
-        for count in {max(best, 2), MOST_STAGES} if settled is None else {settled}:
-            if count > 1 and not vain:
-                predict(count, turned=True)
+        if not vain and settled not in (0, 1):
+            predict(MOST_STAGES if best == 1 else best, turned=True)
         kind = min(times_us, key=times_us.__getitem__)
         chosen.append(options[kind].staged)
         total_us += times_us[kind]
@@ -87,14 +86,16 @@ class _Option(NamedTuple):
     """One way to cut stages, with what both directions' times depend on."""
 
     staged: Staged
-    traffic: np.ndarray
+    rows: tuple[np.ndarray, np.ndarray]
     shapes: timeline.Shapes
 
     @classmethod
     def make(cls, work: Work, count: int, turned: bool, machine: Machine) -> "_Option":
         staged, cp_size = work.staged(count, turned), work.layout.cp_size
-        rows = traffic(staged.remote, count, cp_size)
-        return cls(staged, rows, timeline.shapes_of(staged.slices, cp_size, machine.cost_model))
+        moved = traffic(staged.remote, count, cp_size)
+        rows = timeline.link_rows(moved, machine.node_of(cp_size))
+        model = machine.cost_model
+        return cls(staged, rows, timeline.shapes_of(staged.slices, cp_size, model, work.engine))
 
     def predict(
         self,
@@ -103,8 +104,9 @@ class _Option(NamedTuple):
         backward: bool,
         travel: timeline.TravelWork | None,
     ) -> float:
-        sizes = local_len, machine.node_of(self.shapes.cp_size), machine.cost_model
-        work = timeline.direction_work(self.shapes, self.traffic, *sizes, backward, travel)
+        work = timeline.direction_work(
+            self.shapes, self.rows, local_len, machine.cost_model, backward, travel
+        )
         return timeline.simulate(work).predicted_us
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver.engine import compiled
 from magi_jax.solver.stages import StageSlices
 
 
@@ -87,9 +88,10 @@ def link_rows(traffic: np.ndarray, ranks_per_node: int) -> tuple[np.ndarray, np.
     """
     node = np.arange(traffic.shape[-1]) // ranks_per_node
     crosses = node[:, None] != node
-    near, far = traffic * ~crosses, traffic * crosses
-    near_rows, far_rows = (np.maximum(x.sum(axis=-2), x.sum(axis=-1)) for x in (near, far))
-    return near_rows, far_rows
+    far = traffic * crosses
+    all_in, all_out = traffic.sum(axis=-2), traffic.sum(axis=-1)
+    far_in, far_out = far.sum(axis=-2), far.sum(axis=-1)
+    return np.maximum(all_in - far_in, all_out - far_out), np.maximum(far_in, far_out)
 
 
 class Shapes(NamedTuple):
@@ -114,18 +116,20 @@ class Shapes(NamedTuple):
         return sums.reshape(self.num_stages, self.cp_size)
 
 
-def shapes_of(stages: Sequence[StageSlices], cp_size: int, model: CostModel) -> Shapes:
-    """Shapes of the slices of stages."""
+def shapes_of(
+    stages: Sequence[StageSlices], cp_size: int, model: CostModel, engine: str = "numpy"
+) -> Shapes:
+    """Shapes of the slices of stages; both engines measure the same areas."""
     group = np.concatenate([i * cp_size + stage.rank for i, stage in enumerate(stages)])
     slices = np.concatenate([stage.slices for stage in stages])
-    return Shapes(len(stages), cp_size, group, *model.shapes(slices))
+    area = compiled().areas(slices) if engine == "compiled" else None
+    return Shapes(len(stages), cp_size, group, *model.shapes(slices, area))
 
 
 def direction_work(
     shapes: Shapes,
-    traffic: np.ndarray,
+    rows: tuple[np.ndarray, np.ndarray],
     local_len: int,
-    ranks_per_node: int,
     model: CostModel,
     backward: bool,
     travel: TravelWork | None = None,
@@ -134,17 +138,15 @@ def direction_work(
 
     Args:
         shapes: of the slices of stage 0 and of the ``S`` remote stages.
-        traffic: ``[S, cp, cp]`` rows from source (second axis) to destination.
+        rows: that hold each rank up in each remote stage, as `link_rows` gives them.
         local_len: rows of each rank.
-        ranks_per_node: ranks of a node.
         model: the machine.
         backward: which direction.
         travel: of travelling queries.
     """
     kernel_us = shapes.kernel_us(model, backward)
-    near_rows, far_rows = link_rows(traffic, ranks_per_node)
-    reduce_us = model.reduce_us(near_rows, far_rows) if backward else np.zeros(near_rows.shape)
-    cast_us = model.cast_us(near_rows, far_rows)
+    cast_us = model.cast_us(*rows)
+    reduce_us = model.reduce_us(*rows) if backward else np.zeros_like(cast_us)
     return DirectionWork(kernel_us, cast_us, reduce_us, model.merge_us(local_len), travel)
 
 

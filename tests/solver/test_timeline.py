@@ -112,12 +112,12 @@ def test_the_fastest_of_one_to_four_stages_is_chosen_for_each_direction():
         choice = choose_stages(work, 2048, Machine(None, model))
         least_us = 0.0
         for backward, staged in enumerate((choice.forward, choice.backward)):
-            kinds = [(n, False) for n in range(1, 5)] + [(4, True)]
+            kinds = [(n, False) for n in range(1, 5)]
             times_us = [predict(work, *kind, model, bool(backward)) for kind in kinds]
             count = staged.num_remote_stages
-            rows = traffic(staged.remote, count, 2)
+            rows = timeline.link_rows(traffic(staged.remote, count, 2), 2)
             direction = timeline.direction_work(
-                timeline.shapes_of(staged.slices, 2, model), rows, 2048, 2, model, bool(backward)
+                timeline.shapes_of(staged.slices, 2, model), rows, 2048, model, bool(backward)
             )
             found_us = timeline.simulate(direction).predicted_us
             assert found_us <= min(times_us)
@@ -131,9 +131,9 @@ def test_the_fastest_of_one_to_four_stages_is_chosen_for_each_direction():
 def predict(work, count, turned, model, backward):
     """Predicted time of one direction in ``count`` equal stages on two ranks."""
     staged = work.staged(count, turned)
-    rows = traffic(staged.remote, count, 2)
+    rows = timeline.link_rows(traffic(staged.remote, count, 2), 2)
     direction = timeline.direction_work(
-        timeline.shapes_of(staged.slices, 2, model), rows, 2048, 2, model, backward
+        timeline.shapes_of(staged.slices, 2, model, "compiled"), rows, 2048, model, backward
     )
     return timeline.simulate(direction).predicted_us
 
@@ -151,13 +151,13 @@ def test_cutting_a_stage_keeps_its_rows_and_lowers_its_rate():
 def test_direction_work_adds_the_slices_of_a_rank():
     local = StageSlices(np.concatenate([masks.full(500).slices] * 2), np.array([0, 1]))
     far = StageSlices(masks.full(500).slices, np.array([1]))
-    rows = np.array([[[0, 100], [0, 0]]])
+    rows = timeline.link_rows(np.array([[[0, 100], [0, 0]]]), 2)
     shapes = timeline.shapes_of([local, far], 2, PLAIN)
-    work = timeline.direction_work(shapes, rows, 10, 2, PLAIN, backward=False)
+    work = timeline.direction_work(shapes, rows, 10, PLAIN, backward=False)
     assert work.kernel_us.tolist() == [pytest.approx([1000, 1000]), pytest.approx([0, 1000])]
     assert work.cast_us.tolist() == [[42.0, 42.0]]
     assert work.reduce_us.tolist() == [[0.0, 0.0]]
-    back = timeline.direction_work(shapes, rows, 10, 2, PLAIN, backward=True)
+    back = timeline.direction_work(shapes, rows, 10, PLAIN, backward=True)
     assert back.reduce_us.tolist() == [[82.0, 82.0]]
 
 

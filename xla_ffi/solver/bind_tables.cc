@@ -89,6 +89,14 @@ py::tuple RunWalkTiles(const Ints& slices, const Ints& part, int64_t num_parts, 
                         Pad(walks.ids.data(), walks.ids_before, 1, round_ids), order);
 }
 
+// Visible cells [A] of tight slices [A, 6].
+Ints RunAreas(const Ints& slices) {
+  const auto* rows = RowsOf<BandSlice>(slices);
+  Ints out(slices.size() / 6);
+  for (py::ssize_t i = 0; i < out.size(); ++i) out.mutable_data()[i] = Area(rows[i]);
+  return out;
+}
+
 // Rows [N, W] of rising parts [N], padded to `size` rows or the longest part with `fill` [W]:
 // int32 [P, L, W].
 py::array_t<int32_t> RunSplitByPart(const Ints& rows, const Ints& part, int64_t num_parts,
@@ -180,6 +188,7 @@ py::tuple RunSortPieces(const Ints& src, const Ints& dst, const Ints& src_row, c
 
 void BindTables(py::module_& m) {
   m.def("walk_tiles", &RunWalkTiles);
+  m.def("areas", &RunAreas);
   m.def("split_by_part", &RunSplitByPart);
   m.def("find_remote", &RunFindRemote);
   m.def("cut_stages", &RunCutStages);
