@@ -74,6 +74,12 @@ def sections() -> list[tuple[str, str, str, Callable[[dict], list[str]]]]:
             write.compiles,
         ),
         ("Kernels on a CPU", "cpu_kernels.json", f"{python}cpu_kernels.py", write.cpu_kernels),
+        (
+            "Kernels on a CPU, bfloat16",
+            "cpu_kernels_bf16.json",
+            f"{python}cpu_kernels.py --dtypes bfloat16",
+            write.cpu_kernels,
+        ),
         ("Memory, GPU", "memory_gpu.json", f"{python}memory.py", write.memory),
         ("Memory, analysis on CPU", "memory_cpu.json", f"{python}memory.py", write.memory),
         ("Planner", "planner_fast.json", f"{python}planner.py", write.planner),
