@@ -138,11 +138,13 @@ def test_hidden_values_do_not_leak(value, implementation, rng):
     for x in dirty:
         x[:cut] = value
     table = problem.table_of(mask)
+    # A kernel may compute rows again, in another order, when what they do not see is not finite.
+    tolerance = problem.TOLERANCE[clean[0].dtype.name]
     for inputs in ((*dirty[:4], clean[4]), (clean[0], *dirty[1:3], *clean[3:])):
         right = problem.run(*clean, table, implementation=implementation)
         seen = problem.run(*inputs, table, implementation=implementation)
         for a, b in zip(jax.tree.leaves(right), jax.tree.leaves(seen), strict=True):
-            np.testing.assert_allclose(a[cut:], b[cut:], rtol=1e-4, atol=1e-5)
+            problem.assert_close(b[cut:], a[cut:], tolerance, "what does not see them")
             assert np.isfinite(b[cut:]).all()
 
 
