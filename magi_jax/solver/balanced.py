@@ -30,8 +30,8 @@ TOTAL_WEIGHT = 0.01
 OVERLOAD_COST = 400.0
 # Fixed time of a proposed exchange, in spans.
 SPANS_OF_A_MOVE = 15
-# Greedy passes pile travelling rows up on few ranks; it takes more exchanges to spread them.
-TRAVEL_MOVES = 4
+# Greedy passes pile travelling rows up on few ranks; it takes so many exchanges to spread them.
+TRAVEL_MOVES = 16_000
 PROBE_SEED, SEARCH_SEED = 2, 3
 
 
@@ -255,7 +255,7 @@ def _search(
     spans = np.diff(units.needs, axis=1).sum() / max(len(units.area), 1)
     moves = effort.work / (SPANS_OF_A_MOVE + spans) / effort.searches
     if len(problem.travelling):
-        moves *= TRAVEL_MOVES
+        moves = max(moves, TRAVEL_MOVES)
     found = probes[:1]
     for placed in probes[: effort.searches]:
         for i, (area, share, temperature) in enumerate(effort.rounds):
