@@ -27,11 +27,11 @@ SETTLED_GAP = 1.001
 # How much a whole sequence's rows, summed over ranks, count beside the worst rank's.
 TOTAL_WEIGHT = 0.01
 # How steeply imbalance beyond the limit raises the cost of a placement.
-OVERLOAD_COST = 400.0
+OVERLOAD_COST = 200.0
 # Fixed time of a proposed exchange, in spans.
 SPANS_OF_A_MOVE = 15
 # Greedy passes pile travelling rows up on few ranks; it takes so many exchanges to spread them.
-TRAVEL_MOVES = 16_000
+TRAVEL_MOVES = 24_000
 PROBE_SEED, SEARCH_SEED = 2, 3
 
 
