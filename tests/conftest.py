@@ -7,6 +7,11 @@ virtual_devices.prepare()
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+# Modules that tests of several folders share: said here, before the first of them is imported.
+pytest.register_assert_rewrite(
+    "ops_problem", "test_attention_conformance", "device_cases", "group_problem", "feature_check"
+)
+
 
 @pytest.fixture
 def rng():

@@ -194,6 +194,12 @@ def test_every_source_is_in_exactly_one_build_target():
     assert not [source for source, count in listed.items() if count > 1], "in several targets"
 
 
+def test_names_of_test_files_are_unique():
+    """pytest imports them by their bare name, so that one of two would not run."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name, count in names.items() if count > 1]
+
+
 @pytest.mark.filterwarnings("always")
 def test_budgets_are_shown_as_warnings():
     for path in [*PYTHON_FILES, *CPP_FILES]:

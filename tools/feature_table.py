@@ -75,7 +75,7 @@ OWN = {
         "tests/parallel/test_contexts.py::test_scan_over_rematerialised_layers_with_two_plans",
     ),
     "masks of groups of heads": (
-        "tests/ops/test_many_masks.py::test_masks_for_groups_of_heads",
+        "tests/ops/test_heads_and_batches.py::test_masks_for_groups_of_heads",
         "tests/parallel/test_many_masks.py::test_masks_for_groups_of_heads",
         "tests/parallel/test_many_masks.py::test_masks_for_groups_of_heads_inside_a_shard_map",
     ),
@@ -90,7 +90,7 @@ OWN = {
         "tests/ops/test_block_sparse.py::test_a_new_choice_compiles_nothing",
     ),
     "batches": (
-        "tests/ops/test_many_masks.py::test_rows_of_a_batch_with_masks_of_their_own",
+        "tests/ops/test_heads_and_batches.py::test_rows_of_a_batch_with_masks_of_their_own",
         "tests/parallel/test_many_masks.py::test_a_batch_as_one_packed_stream",
         "tests/parallel/test_contexts.py::test_batch_with_one_plan_on_three_axes",
         "tests/parallel/test_contexts.py::test_batch_with_a_plan_for_each_sequence",
@@ -109,7 +109,7 @@ OWN = {
         "tests/features/test_options.py::test_a_policy_keeps_remote_keys",
     ),
     "refusals": (
-        "tests/ops/test_many_masks.py::test_functions_of_positions_are_refused_with_what_to_do",
+        "tests/ops/test_heads_and_batches.py::test_functions_of_positions_are_refused_with_what_to_do",
         "tests/ops/test_dot_product_attention.py::test_refusals",
         "tests/flax/test_attention_fn.py::test_what_it_cannot_do_is_refused",
     ),

@@ -5,7 +5,7 @@
 # pass with the layout of the nvidia-cuda-nvcc wheel; one object file holds one kernel for all architectures.
 
 set(MAGI_JAX_CUDA_KERNELS "all" CACHE STRING
-    "Which sm80 kernels to compile: all, or ci (two of them, for two architectures)")
+    "Which sm80 kernels to compile: all, or ci (three of them, for two architectures)")
 set_property(CACHE MAGI_JAX_CUDA_KERNELS PROPERTY STRINGS all ci)
 if(NOT MAGI_JAX_CUDA_KERNELS MATCHES "^(all|ci)$")
   message(FATAL_ERROR "MAGI_JAX_CUDA_KERNELS is '${MAGI_JAX_CUDA_KERNELS}'; it must be all or ci")
@@ -123,6 +123,7 @@ endfunction()
 if(MAGI_JAX_CUDA_KERNELS STREQUAL "ci")
   add_sm80(BF16 __nv_bfloat16 128 128)
   add_sm80(F16 __half 64 64)
+  add_sm80(BF16 __nv_bfloat16 256 256)  # what the Hopper backward leaves to this path
 else()
   foreach(dims 64:64 96:96 128:128 192:128 256:256)
     string(REPLACE ":" ";" dims "${dims}")
