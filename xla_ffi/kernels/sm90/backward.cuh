@@ -13,7 +13,7 @@
 #include "xla_ffi/kernels/sm90/backward_params.h"
 #include "xla_ffi/kernels/sm90/backward_producer.h"
 #include "xla_ffi/kernels/sm90/backward_store.h"
-#include "xla_ffi/kernels/sm90/backward_tma.h"
+#include "xla_ffi/kernels/sm90/tma.h"
 
 namespace magi_jax::sm90 {
 

@@ -21,11 +21,12 @@ constexpr int kChunk = 64;
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
-// Describes a dense [rows, heads, head_dim] tensor of 2-byte elements to the copy engine, read in
-// boxes of box_rows x box_heads x kChunk elements. Parts of a box outside of the tensor read as
-// zero.
-inline cudaError_t MakeTensorMap(CUtensorMap* map, CUtensorMapDataType type, const void* data,
-                                 int rows, int heads, int head_dim, int box_rows, int box_heads) {
+// Describes a dense [rows, heads, head_dim] tensor to the copy engine, read or written in boxes of
+// box_rows x box_heads x box_columns elements, whose rows of 128 bytes lie in shared memory with
+// the 128-byte swizzle. Parts of a box outside of the tensor read as zero.
+inline cudaError_t EncodeTensorMap(CUtensorMap* map, CUtensorMapDataType type, int element_bytes,
+                                   const void* data, int rows, int heads, int head_dim,
+                                   int box_rows, int box_heads, int box_columns) {
   // The driver's symbol is looked up at run time, so that nothing links against libcuda.
   static const auto encode = [] {
     void* symbol = nullptr;
@@ -41,16 +42,29 @@ inline cudaError_t MakeTensorMap(CUtensorMap* map, CUtensorMapDataType type, con
   if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(heads),
                                static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides_bytes[2] = {static_cast<cuuint64_t>(head_dim) * 2,
-                                       static_cast<cuuint64_t>(heads) * head_dim * 2};
-  const cuuint32_t box[3] = {kChunk, static_cast<cuuint32_t>(box_heads),
-                             static_cast<cuuint32_t>(box_rows)};
+  const cuuint64_t row_bytes = static_cast<cuuint64_t>(head_dim) * element_bytes;
+  const cuuint64_t strides_bytes[2] = {row_bytes, row_bytes * heads};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns),
+                             static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t element_strides[3] = {1, 1, 1};
   const CUresult result =
       encode(map, type, 3, const_cast<void*>(data), sizes, strides_bytes, box, element_strides,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// The map of a tensor of 2-byte elements, in boxes of kChunk columns.
+inline cudaError_t MakeTensorMap(CUtensorMap* map, CUtensorMapDataType type, const void* data,
+                                 int rows, int heads, int head_dim, int box_rows, int box_heads) {
+  return EncodeTensorMap(map, type, 2, data, rows, heads, head_dim, box_rows, box_heads, kChunk);
+}
+
+// The map of float32 gradients that the copy engine adds to, in boxes of one head and 32 columns.
+inline cudaError_t MakeGradientMap(CUtensorMap* map, float* data, int rows, int heads, int head_dim,
+                                   int box_rows) {
+  return EncodeTensorMap(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, data, rows, heads, head_dim,
+                         box_rows, 1, 32);
 }
 
 __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
