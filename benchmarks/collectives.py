@@ -11,14 +11,13 @@ the padded `all_to_all`. With several processes, start one per GPU and add
 
 import argparse
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from provenance import save
+from processes import add_process_flags, save_ranks, start
 from timing import seconds
 
 from magi_jax.comm import group_cast, group_reduce, symmetric_memory
@@ -30,29 +29,18 @@ ROW_BYTES = HEADS * HEAD_DIM * 2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cp", type=int, help="ranks; all devices by default")
     parser.add_argument("--mebibytes", type=int, default=256, help="received by each rank")
     parser.add_argument("--piece-kibibytes", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--blocks", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--placements", nargs="+", default=None, choices=["direct", "staged"])
     parser.add_argument("--no-peers", action="store_true", help="the group collectives alone")
-    parser.add_argument("--coordinator")
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--process", type=int)
-    parser.add_argument("--commit")
-    parser.add_argument("--json", type=pathlib.Path, help="where to write the figures")
+    add_process_flags(parser)
     args = parser.parse_args()
-    if args.coordinator:
-        jax.distributed.initialize(
-            args.coordinator, args.processes, args.process, local_device_ids=[args.process]
-        )
-    cp_size = args.cp or jax.device_count()
-    devices = np.array(jax.devices()[:cp_size])
-    mesh = Mesh(devices, ("cp",), axis_types=(AxisType.Auto,))
+    mesh = start(args)
     # Whole pieces from each peer, of every size.
     largest = max(args.piece_kibibytes) * 1024 // ROW_BYTES
-    share = args.mebibytes * 2**20 // ROW_BYTES // (cp_size - 1)
-    rows = max(share // largest, 1) * largest * (cp_size - 1)
+    share = args.mebibytes * 2**20 // ROW_BYTES // (mesh.size - 1)
+    rows = max(share // largest, 1) * largest * (mesh.size - 1)
     placements = args.placements or (["staged"] if args.coordinator else ["direct", "staged"])
     figures = []
     for placement in placements:
@@ -61,9 +49,7 @@ def main() -> None:
     figures += transport_figures(mesh, rows, 1024, "portable", {"transport": "portable"})
     if not args.no_peers:
         figures += peer_figures(mesh, rows)
-    if args.json and jax.process_index() == 0:
-        layout = "one process per GPU" if args.coordinator else "one process"
-        save(args.json, args.commit, {"ranks": cp_size, "layout": layout, "rows": figures})
+    save_ranks(args, mesh, figures)
 
 
 def group_figures(mesh: Mesh, rows: int, pieces: list[int], placement: str, blocks: int) -> list:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from provenance import save
+from processes import add_process_flags, save_ranks, start
 from timing import seconds
 
 import magi_jax
@@ -36,7 +36,6 @@ DOCUMENTS = json.loads(pathlib.Path(__file__).with_name("kernel_documents.json")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cp", type=int, help="ranks; all devices by default")
     parser.add_argument("--tokens", type=int, default=32768, help="per GPU")
     parser.add_argument("--heads", nargs="+", default=["64:8"], help="query heads:kv heads")
     parser.add_argument("--masks", nargs="+", help="names of masks; all by default")
@@ -45,32 +44,17 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8, help="of a kernel that moves rows")
     parser.add_argument("--no-single", action="store_true", help="skip the single GPU")
     parser.add_argument("--trace", type=pathlib.Path, help="folder for a profile of every case")
-    parser.add_argument("--coordinator")
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--process", type=int)
-    parser.add_argument("--commit")
-    parser.add_argument("--json", type=pathlib.Path, help="where to write the figures")
+    add_process_flags(parser)
     args = parser.parse_args()
-    if args.coordinator:
-        jax.distributed.initialize(
-            args.coordinator, args.processes, args.process, local_device_ids=[args.process]
-        )
-    cp_size = args.cp or jax.device_count()
-    mesh = Mesh(np.array(jax.devices()[:cp_size]), ("cp",), axis_types=(AxisType.Auto,))
+    mesh = start(args)
     args.overlap = args.overlap if args.overlap == "auto" else int(args.overlap)
     rows = []
     for heads in args.heads:
         num_heads, num_kv_heads = map(int, heads.split(":"))
-        for name, mask in cases(args.tokens * cp_size).items():
+        for name, mask in cases(args.tokens * mesh.size).items():
             if args.masks is None or name in args.masks:
                 rows += measure(mesh, name, mask, num_heads, num_kv_heads, args)
-                write(args, cp_size, rows)
-
-
-def write(args: argparse.Namespace, cp_size: int, rows: list[dict]) -> None:
-    if args.json and jax.process_index() == 0:
-        layout = "one process per GPU" if args.coordinator else "one process"
-        save(args.json, args.commit, {"ranks": cp_size, "layout": layout, "rows": rows})
+                save_ranks(args, mesh, rows)
 
 
 def cases(length: int) -> dict[str, masks.AttnMask]:
