@@ -35,16 +35,10 @@ def parse_flags() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--workers", type=int, default=0, help="processes that pack and plan")
-    parser.add_argument("--steps", type=int, default=12, help="optimiser steps")
-    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a packed sequence")
     parser.add_argument("--window", type=int, default=256, help="keys that every other layer sees")
-    parser.add_argument("--dp", type=int, default=2, help="packed sequences per step")
-    parser.add_argument("--cp", type=int, default=4, help="devices that share a sequence")
-    parser.add_argument("--device", default="cpu", help="cpu (virtual devices) or gpu")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
+    language_model.add_training_flags(parser)
     language_model.add_model_flags(parser)
-    parser.set_defaults(layers=2, features=64, head_dim=16)
+    parser.set_defaults(steps=12, dp=2, cp=4, layers=2, features=64, head_dim=16)
     return parser.parse_args()
 
 

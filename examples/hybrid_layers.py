@@ -34,15 +34,9 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--pattern", default="fwwcww", help="kinds of the layers, repeated")
     parser.add_argument("--window", type=int, default=256, help="keys that a window layer sees")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a chunk of a c layer")
-    parser.add_argument("--steps", type=int, default=15, help="optimiser steps")
-    parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a packed sequence")
-    parser.add_argument("--dp", type=int, default=1, help="packed sequences per step")
-    parser.add_argument("--cp", type=int, default=8, help="devices that share a sequence")
-    parser.add_argument("--device", default="cpu", help="cpu (virtual devices) or gpu")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
+    language_model.add_training_flags(parser)
     language_model.add_model_flags(parser)
-    parser.set_defaults(layers=6, features=64, head_dim=16)
+    parser.set_defaults(steps=15, seq_len=4096, layers=6, features=64, head_dim=16)
     return parser.parse_args()
 
 

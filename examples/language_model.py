@@ -30,6 +30,17 @@ def start_devices(flags: argparse.Namespace) -> jax.sharding.Mesh:
     return jax.make_mesh((flags.dp, flags.cp), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
 
 
+def add_training_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of a training run over a mesh (dp, cp)."""
+    parser.add_argument("--steps", type=int, default=20, help="optimiser steps")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a packed sequence")
+    parser.add_argument("--dp", type=int, default=1, help="packed sequences per step")
+    parser.add_argument("--cp", type=int, default=8, help="devices that share a sequence")
+    parser.add_argument("--device", default="cpu", help="cpu (virtual devices) or gpu")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+
+
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `make_model` reads."""
     parser.add_argument("--layers", type=int, default=4)

@@ -39,15 +39,9 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--question", type=int, default=96, help="tokens of a question, about")
     parser.add_argument("--answer", type=int, default=32, help="tokens of an answer, about")
     parser.add_argument("--beta", type=float, default=0.1, help="strength of the preference")
-    parser.add_argument("--steps", type=int, default=20, help="optimiser steps")
-    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a packed sequence")
-    parser.add_argument("--dp", type=int, default=2, help="packed sequences per step")
-    parser.add_argument("--cp", type=int, default=4, help="devices that share a sequence")
-    parser.add_argument("--device", default="cpu", help="cpu (virtual devices) or gpu")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=0)
+    language_model.add_training_flags(parser)
     language_model.add_model_flags(parser)
-    parser.set_defaults(layers=2, features=64, head_dim=16)
+    parser.set_defaults(dp=2, cp=4, learning_rate=1e-3, layers=2, features=64, head_dim=16)
     return parser.parse_args()
 
 

@@ -40,15 +40,9 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--patch", type=int, default=16, help="pixels on the side of a patch")
     parser.add_argument("--max-frames", type=int, default=16, help="frames of a cut, at most")
     parser.add_argument("--max-side", type=int, default=128, help="pixels of a side, at most")
-    parser.add_argument("--steps", type=int, default=25, help="optimiser steps")
-    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a packed sequence")
-    parser.add_argument("--dp", type=int, default=1, help="packed sequences per step")
-    parser.add_argument("--cp", type=int, default=8, help="devices that share a sequence")
-    parser.add_argument("--device", default="cpu", help="cpu (virtual devices) or gpu")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
+    language_model.add_training_flags(parser)
     language_model.add_model_flags(parser)
-    parser.set_defaults(layers=2, features=64, head_dim=32)
+    parser.set_defaults(steps=25, layers=2, features=64, head_dim=32)
     return parser.parse_args()
 
 
