@@ -102,6 +102,18 @@ def _train(params, loss_of, inputs):
     return losses
 
 
+def _train_over_mesh(params, loss_of, batches, plans):
+    """The same with the batches dispatched over a mesh (dp, cp), and plans for masks."""
+    mesh = jax.make_mesh((2, CP), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        rows, everywhere = NamedSharding(mesh, P("dp", "cp")), NamedSharding(mesh, P())
+        inputs = [
+            (*jax.device_put(mj.dispatch(tuple(b), p, axis=1), rows), p)
+            for b, p in zip(batches, plans, strict=True)
+        ]
+        return _train(jax.device_put(params, everywhere), loss_of, inputs)
+
+
 def _loss(logits, labels, weight):
     return (
         optax.softmax_cross_entropy_with_integer_labels(logits, labels) * weight
@@ -125,14 +137,7 @@ def test_own_model_trains_to_the_same_losses(make, rng):
         weight = jnp.broadcast_to(plan.positions.reshape(-1) >= 0, labels.shape)
         return _loss(apply(params, tokens, attend=attend), labels, weight)
 
-    mesh = jax.make_mesh((2, CP), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh):
-        rows, everywhere = NamedSharding(mesh, P("dp", "cp")), NamedSharding(mesh, P())
-        inputs = [
-            (*jax.device_put(mj.dispatch(tuple(b), p, axis=1), rows), p)
-            for b, p in zip(batches, plans, strict=True)
-        ]
-        ours = _train(jax.device_put(params, everywhere), planned_loss, inputs)
+    ours = _train_over_mesh(params, planned_loss, batches, plans)
     np.testing.assert_allclose(ours, dense, rtol=2e-5)
     assert dense[-1] < dense[0] - 1e-2
 
@@ -170,12 +175,5 @@ def test_decoder_with_rotations_by_plan_positions_and_sinks(rng):
     dense = _train(
         params, dense_loss, [(*b, m.dense()) for b, m in zip(batches, masks, strict=True)]
     )
-    mesh = jax.make_mesh((2, CP), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh):
-        rows, everywhere = NamedSharding(mesh, P("dp", "cp")), NamedSharding(mesh, P())
-        inputs = [
-            (*jax.device_put(mj.dispatch(tuple(b), p, axis=1), rows), p)
-            for b, p in zip(batches, plans, strict=True)
-        ]
-        ours = _train(jax.device_put(params, everywhere), planned_loss, inputs)
+    ours = _train_over_mesh(params, planned_loss, batches, plans)
     np.testing.assert_allclose(ours, dense, rtol=3e-5)
