@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from baselines import layouts, strategies, tables
+from baselines.base import Problem
 from baselines.hybrid import Hybrid
-from baselines.strategies import Problem
 from planner_masks import FAMILIES
 
 from magi_jax import masks

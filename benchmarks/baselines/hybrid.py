@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from baselines import layouts, tables
-from baselines.strategies import Problem, Strategy
+from baselines.base import Problem, Strategy
 from magi_jax.masks import bands
 from magi_jax.ops import flex_flash_attention
 from magi_jax.plan.tables import SliceTable

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from baselines import layouts, strategies
-from baselines.strategies import Problem
+from baselines.base import Problem, Strategy
 
 from magi_jax import masks
 from magi_jax.testing import oracle
@@ -27,7 +27,7 @@ def problems(rng: np.random.Generator) -> dict[str, Problem]:
     }
 
 
-def run(strategy: strategies.Strategy, problem: Problem, rng: np.random.Generator) -> None:
+def run(strategy: Strategy, problem: Problem, rng: np.random.Generator) -> None:
     shape = problem.mask.q_len, HEADS, HEAD_DIM
     q, dout = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
     kv_shape = problem.mask.k_len, KV_HEADS, HEAD_DIM
