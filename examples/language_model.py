@@ -83,7 +83,10 @@ def mean_loss(graphdef, params, packed: mj.data.Packed, attends) -> jax.Array:
 
 
 def make_train_step(
-    graphdef, optimizer: optax.GradientTransformation, kinds: Sequence[int] | None = None
+    graphdef,
+    optimizer: optax.GradientTransformation,
+    kinds: Sequence[int] | None = None,
+    options: mj.DistOptions | None = None,
 ):
     """One jitted step; batch and plans are arguments.
 
@@ -91,11 +94,14 @@ def make_train_step(
         graphdef: static part of the model.
         optimizer: made by optax.
         kinds: which of the batch's plans each layer takes; None alternates between all of them.
+        options: of the attention, such as its transport.
     """
 
     @jax.jit
     def train_step(params, opt_state, batch: mj.data.PlannedBatch):
-        attends = tuple(mj.flax.attention_fn(plan, batch_axes="dp") for plan in batch.plans)
+        attends = tuple(
+            mj.flax.attention_fn(plan, batch_axes="dp", options=options) for plan in batch.plans
+        )
         if kinds is not None:
             attends = tuple(attends[kind] for kind in kinds)
         loss_of = functools.partial(mean_loss, graphdef, packed=batch.packed, attends=attends)

@@ -7,8 +7,12 @@ Two processes of four virtual CPU devices each, on one machine, in two terminals
 
 One process per GPU of one machine, and a cluster under SLURM (see examples/slurm/train.sbatch):
 
-    python examples/multi_host.py --device gpu --processes 2 --process 0 --cp 2     # and --process 1
-    srun python examples/multi_host.py --device gpu --cluster --cp 16
+    python examples/multi_host.py --device gpu --processes 2 --process 0 --cp 2 $SIZES    # and --process 1
+    srun python examples/multi_host.py --device gpu --cluster --cp 16 $SIZES
+
+where SIZES="--features 512 --head-dim 64 --dtype bfloat16": GPU kernels take head dims from 64 on. Between
+the GPUs of one machine, ``--transport native`` moves keys and values by kernels of magi_jax instead of XLA's
+all_to_all.
 
 Every process packs the same documents, plans alone, compares the fingerprints of its plans with the others,
 and feeds the shards of its own devices. A checkpoint says nothing about the mesh: resume with another
@@ -16,6 +20,7 @@ and feeds the shards of its own devices. A checkpoint says nothing about the mes
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import os
@@ -31,6 +36,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import magi_jax as mj
+from magi_jax import comm
 
 
 def parse_flags() -> argparse.Namespace:
@@ -51,6 +57,9 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=256, help="keys that every other layer sees")
     parser.add_argument("--dp", type=int, default=1, help="replicas, which share the batch")
     parser.add_argument("--cp", type=int, default=8, help="devices that share a sequence")
+    parser.add_argument(
+        "--transport", default="portable", help="portable (all_to_all) or native (GPUs of one host)"
+    )
     language_model.add_model_flags(parser)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -85,6 +94,20 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def symmetric_memory(flags: argparse.Namespace, mesh: jax.sharding.Mesh, specs):
+    """Memory of the native transport, with room for all plans; or nothing."""
+    if flags.transport == "portable":
+        return contextlib.nullcontext()
+    sizes = {
+        "num_heads": flags.features // flags.head_dim,
+        "num_kv_heads": flags.kv_heads,
+        "head_dim": flags.head_dim,
+        "dtype": flags.dtype,
+    }
+    room = max(comm.attention_staging_bytes(spec, **sizes) for spec in specs)
+    return comm.symmetric_memory(mesh, "cp", placement="staged", staging_bytes=room)
+
+
 def restore(manager: ocp.CheckpointManager | None, state):
     """The newest checkpoint in the shardings of ``state``, and its step; or ``state`` and 0."""
     step = None if manager is None else manager.latest_step()
@@ -113,14 +136,18 @@ def main() -> None:
     planner = planner.fit(batches(), num_batches=4, margin=1.5)
     graphdef, params = nnx.split(language_model.make_model(flags), nnx.Param)
     optimizer = optax.adamw(flags.learning_rate)
-    train_step = language_model.make_train_step(graphdef, optimizer)
     everywhere, by_token = NamedSharding(mesh, P()), NamedSharding(mesh, P("dp", "cp"))
     manager = None
     if flags.checkpoints is not None:
         options = ocp.CheckpointManagerOptions(save_interval_steps=flags.save_every)
         manager = ocp.CheckpointManager(flags.checkpoints.absolute(), options=options)
 
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), symmetric_memory(flags, mesh, planner.specs) as memory:
+        options = None
+        if memory is not None:
+            say(memory.describe())
+            options = mj.DistOptions(transport=memory.transport)
+        train_step = language_model.make_train_step(graphdef, optimizer, options=options)
         state = mj.data.place((params, optimizer.init(params)), everywhere)
         (params, opt_state), done = restore(manager, state)
         # The stream of batches is a function of the seed, so that its place is the step.
@@ -131,6 +158,8 @@ def main() -> None:
                 batch = mj.data.place(batch, by_token)
                 params, opt_state, loss, _ = train_step(params, opt_state, batch)
                 say(f"step {step}  loss {float(loss):.6f}")
+                if memory is not None:
+                    memory.check()  # a peer that did not come is named here
                 if manager is not None:
                     manager.save(step, args=ocp.args.StandardSave((params, opt_state)))
     if manager is not None:
