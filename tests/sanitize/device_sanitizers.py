@@ -23,6 +23,10 @@ from typing import NamedTuple
 import device_problems
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from provenance import save  # noqa: E402
+
 TOOLS = ("memcheck", "synccheck", "initcheck", "racecheck")
 PATHS = ("sm80", "sm90")
 FRAMES = "gpu_square,gpu_wide,gpu_tall"
@@ -69,16 +73,15 @@ def main() -> int:
         print(describe(job, found), flush=True)
         return {**job._asdict(), **found}
 
-    problems = [*args.problems, *([None] if args.jax_cases else [])]
-    jobs = [Run(t, p, problem) for t in args.tools for p in args.paths for problem in problems]
+    problems = [*([None] if args.jax_cases else []), *args.problems]  # the longest first
+    rows: list[dict] = []
     with ThreadPoolExecutor(args.jobs) as pool:
-        rows = list(pool.map(run, jobs))
+        for tool in args.tools:
+            jobs = [Run(tool, path, problem) for path in args.paths for problem in problems]
+            rows += pool.map(run, jobs)
+            if args.json:
+                save(args.json, args.commit, {"sanitizer": _version(), "rows": rows})
     print_table(rows)
-    if args.json:
-        sys.path.insert(0, str(ROOT / "benchmarks"))
-        from provenance import save
-
-        save(args.json, args.commit, {"sanitizer": _version(), "rows": rows})
     return sum(map(is_bad, rows))
 
 
