@@ -17,11 +17,11 @@ run() {
 
 python3 -m pytest -q -p no:cacheprovider tests/gpu
 run kernels.py --json "$folder/kernels_gpu.json"
-run scaling.py prepare
-run scaling.py time --out "$folder/scaling_kernels.json"
-run scaling.py simulate --kernels "$folder/scaling_kernels.json" --out "$folder/scaling.json"
+python3 benchmarks/scaling prepare
+run scaling time --out "$folder/scaling_kernels.json"
+run scaling simulate --kernels "$folder/scaling_kernels.json" --out "$folder/scaling.json"
 if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then
-    run scaling_check.py --json "$folder/scaling_check.json"
+    run scaling check --json "$folder/scaling_check.json"
 fi
 run recompilation.py --seq-len 32768 --heads 64 8 --head-dim 128 --dtype bfloat16 \
     --json "$folder/recompilation_gpu.json"

@@ -56,11 +56,11 @@ def sections() -> list[tuple[str, str, str, Callable[[dict], list[str]]]]:
     python = "python benchmarks/"
     return [
         ("Kernels on one GPU", "kernels_gpu.json", f"{python}kernels.py", write.kernels),
-        ("8 to 64 GPUs, simulated", "scaling.json", f"{python}scaling.py simulate", write.scaling),
+        ("8 to 64 GPUs, simulated", "scaling.json", f"{python}scaling simulate", write.scaling),
         (
             "The model against real GPUs",
             "scaling_check.json",
-            f"{python}scaling_check.py",
+            f"{python}scaling check",
             write.check,
         ),
         (

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from scaling_published import PUBLISHED, PUBLISHED_RANKS
+from scaling.published import PUBLISHED, PUBLISHED_RANKS
 
 OURS, TWO_LEVEL = "magi_jax", "magi_jax_two_level"
 
@@ -80,7 +80,7 @@ def scaling(stored: dict) -> list[str]:
         f" forward, {_percent(errors['backward'][0])} and {_percent(errors['backward'][1])} backward."
         f" Links: {machine['near'] / 1e3:.0f} GB/s a GPU inside a node of {machine['node']},"
         f" {machine['far'] / 1e3:.0f} GB/s a GPU between nodes; {machine['near_latency_us']:.0f} and"
-        f" {machine['far_latency_us']:.0f} us a transfer. `benchmarks/scaling_model.py` says what hides"
+        f" {machine['far_latency_us']:.0f} us a transfer. `benchmarks/scaling/model.py` says what hides"
         " behind what. TFLOP/s per GPU of the slowest rank, ours / best other strategy (its name), and the"
         " ratio. In brackets: ours with casts and reduces in two levels (`magi_jax.comm.two_level`), which"
         " `dist_attention` does not take yet; ratios and targets are without them.",
@@ -216,19 +216,26 @@ def targets(rows: list[dict]) -> list[list[str]]:
 
 def check(stored: dict) -> list[str]:
     """Measured steps beside what the model says of them."""
-    head = ["mask", "tokens a rank", "ranks", "forward TFLOP/s", "model's error",
+    head = ["mask", "tokens a rank", "ranks", "transport", "forward TFLOP/s", "model's error",
             "backward TFLOP/s", "model's error"]  # fmt: skip
+    rows = stored["rows"]
     body = [
         [
-            r["mask"], r["tokens_per_rank"], r["ranks"],
+            r["mask"], r["tokens_per_rank"], r["ranks"], r["transport"],
             f"{r['forward']:.0f}", f"{100 * r['forward_error']:+.1f} %",
             f"{r['backward']:.0f}", f"{100 * r['backward_error']:+.1f} %",
         ]
-        for r in stored["rows"]
+        for r in rows
     ]  # fmt: skip
+    spans = []
+    for which in ("forward", "backward"):
+        errors = sorted(abs(r[f"{which}_error"]) for r in rows)
+        half, worst = errors[len(errors) // 2], errors[-1]
+        spans.append(f"{which} {_percent(half)} in the median and {_percent(worst)} at most")
     return [
-        f"Steps of `dist_attention` over real GPUs (transport: {stored['transport']}) against the model fed"
-        " with the same kernels and transfers, each timed alone. A positive error: the model is slower.",
+        "Steps of `dist_attention` over real GPUs against the model fed with the same kernels and transfers,"
+        " each timed alone. A positive error: the model is slower than what was measured. Without sign they"
+        f" are {', '.join(spans)}.",
         "",
         *table(head, body),
     ]

@@ -51,3 +51,14 @@ def test_scaling_lists_strategies_that_are_ahead():
     lines = report_sections.scaling(stored)
     assert "- full, 8 ranks, forward: ulysses (0.98)" in lines
     assert not any("full, 8 ranks, backward" in line for line in lines)
+
+
+def test_the_models_errors_are_summed_up():
+    row = {"mask": "full", "tokens_per_rank": 8, "ranks": 2, "transport": "native",
+           "forward": 600.0, "backward": 500.0}  # fmt: skip
+    errors = ((0.01, -0.20), (-0.02, 0.10), (0.05, 0.0))
+    rows = [{**row, "forward_error": f, "backward_error": b} for f, b in errors]
+    lines = report_sections.check({"rows": rows})
+    assert "forward 2 % in the median and 5 % at most" in lines[0]
+    assert "backward 10 % in the median and 20 % at most" in lines[0]
+    assert "| full | 8 | 2 | native | 600 | +1.0 % | 500 | -20.0 % |" in lines

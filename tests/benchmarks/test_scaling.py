@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-import scaling
-import scaling_fit
-import scaling_time
-import scaling_work
-from scaling_model import Machine, Times, step_us
-from scaling_work import OURS, Piece, Problem, Work, document_lengths, make_work
+from scaling import commands, fit, orders
+from scaling import work as scaling_work
+from scaling.machine import Machine, Times
+from scaling.model import step_us
+from scaling.work import OURS, Piece, Problem, Work, document_lengths, make_work
 
 from magi_jax import masks
 
@@ -54,25 +53,25 @@ def test_documents_are_found_again():
 def test_orders_survive_their_file(problem, tmp_path):
     pieces: dict[str, Piece] = {}
     works = [(name, make_work(name, problem, RANKS, pieces)) for name in (OURS, "ring_zigzag")]
-    wanted = scaling_time.choose(works, pieces, scaling_fit.first_fit())
-    orders = {k: scaling_time.Order(pieces[k], tuple(sorted(v))) for k, v in wanted.items()}
-    scaling_time.save_orders(tmp_path / "orders.npz", orders)
-    loaded = scaling_time.load_orders(tmp_path / "orders.npz")
-    assert list(loaded) == list(orders)
+    wanted = orders.choose(works, pieces, fit.first_fit())
+    chosen = {k: orders.Order(pieces[k], tuple(sorted(v))) for k, v in wanted.items()}
+    orders.save_orders(tmp_path / "orders.npz", chosen)
+    loaded = orders.load_orders(tmp_path / "orders.npz")
+    assert list(loaded) == list(chosen)
     for key, order in loaded.items():
-        assert order.passes == orders[key].passes
-        np.testing.assert_array_equal(order.piece.slices, orders[key].piece.slices)
+        assert order.passes == chosen[key].passes
+        np.testing.assert_array_equal(order.piece.slices, chosen[key].piece.slices)
 
 
 def test_a_fit_gives_back_what_follows_its_features(problem, rng):
     pieces: dict[str, Piece] = {}
     make_work("ring_zigzag", problem, RANKS, pieces)
     weights = rng.uniform(1, 2, 13)
-    points = [(f, float(f @ weights)) for f in map(scaling_fit.features, pieces.values())]
-    fitted = scaling_fit.fit({"forward": points, "backward": points})
+    points = [(f, float(f @ weights)) for f in map(fit.features, pieces.values())]
+    fitted = fit.fit({"forward": points, "backward": points})
     assert fitted.errors["forward"][1] < 1e-6
     with pytest.raises(ValueError, match="no backward pass"):
-        scaling_fit.fit({"forward": points, "backward": []})
+        fit.fit({"forward": points, "backward": []})
 
 
 def test_times_are_measured_where_they_are_known(problem):
@@ -80,7 +79,7 @@ def test_times_are_measured_where_they_are_known(problem):
     work = make_work("allgather_zigzag", problem, RANKS, pieces)
     first = work.calls[0, 0]
     timed = {first: {"forward": 123.0}}
-    times, share = scaling.kernel_times(work, pieces, timed, scaling_fit.first_fit())
+    times, share = commands.kernel_times(work, pieces, timed, fit.first_fit())
     assert times.forward[0, 0] == 123.0
     assert 0 < share < 1
 

@@ -1,31 +1,21 @@
-"""Attention over 8 to 64 GPUs, ours beside known strategies: kernels timed on one GPU, transfers modelled.
+"""Prepares, times and simulates all problems and strategies."""
 
-    python benchmarks/scaling.py prepare  [--cp 8 16 32 64] [--masks ...]     # CPU: what to time
-    python benchmarks/scaling.py time     [--budget-s 180]                    # one GPU: kernel times, JSON
-    python benchmarks/scaling.py simulate [--kernels FILE]                    # CPU: rates, JSON and pictures
-
-8192 tokens a rank, 64:8 heads of 128, bfloat16, nodes of 8. Each kernel call of each rank is a piece; equal
-pieces are timed once, the slowest ranks of each strategy first. Pieces that were not timed take the time that
-a fit to the timed ones gives them; the results say how many those are and how far the fit is off. The slowest
-rank rules. `scaling_model.py` states the links and what is hidden behind what.
-"""
-
-import argparse
 import json
-import pathlib
 import time
 
 import numpy as np
-from provenance import RESULTS, ROOT, save
-from scaling_fit import Fit, features, first_fit, fit
-from scaling_model import Machine, Times, step_us
-from scaling_time import SLOW, Order, choose, load_orders, save_orders, time_orders
-from scaling_work import (
+from provenance import save
+
+from scaling.fit import Fit, features, first_fit, fit
+from scaling.machine import Machine, Times
+from scaling.measure import SLOW, time_orders
+from scaling.model import step_us
+from scaling.orders import Order, choose, load_orders, save_orders
+from scaling.work import (
     FLOPS_PER_PAIR,
     HEAD_DIM,
     NUM_HEADS,
     OURS,
-    TOKENS_PER_RANK,
     Piece,
     Problem,
     Work,
@@ -34,32 +24,7 @@ from scaling_work import (
     strategy_names,
 )
 
-PIECES = ROOT / "outputs" / "scaling_pieces.npz"
-KERNELS = RESULTS / "scaling_kernels.json"
 Works = dict[tuple[int, str, str], Work]  # by ranks, mask and strategy
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    prepare_ = commands.add_parser("prepare")
-    time_ = commands.add_parser("time")
-    simulate_ = commands.add_parser("simulate")
-    for command in (prepare_, time_, simulate_):
-        command.add_argument("--cp", type=int, nargs="+", default=[8, 16, 32, 64])
-        command.add_argument("--masks", nargs="+", help="names of masks; all by default")
-        command.add_argument("--tokens-per-rank", type=int, default=TOKENS_PER_RANK)
-        command.add_argument("--commit", help="commit of a tree without git")
-    for command in (prepare_, time_):
-        command.add_argument("--pieces", type=pathlib.Path, default=PIECES)
-    time_.add_argument("--budget-s", type=float, default=180.0)
-    time_.add_argument("--implementation", help="kernel by name; chosen by platform if not given")
-    time_.add_argument("--out", type=pathlib.Path, default=KERNELS)
-    simulate_.add_argument("--kernels", type=pathlib.Path, nargs="+", default=[KERNELS])
-    simulate_.add_argument("--out", type=pathlib.Path, default=RESULTS / "scaling.json")
-    simulate_.add_argument("--pictures", type=pathlib.Path, default=ROOT / "docs" / "pictures")
-    args = parser.parse_args()
-    {"prepare": prepare, "time": time_on_gpu, "simulate": simulate}[args.command](args)
 
 
 def all_work(args) -> tuple[Works, dict[str, Piece], dict[tuple[int, str], Problem]]:
@@ -99,7 +64,7 @@ def time_on_gpu(args) -> None:
     chosen = load_orders(args.pieces) if args.pieces.exists() else prepare(args)
     found = time_orders(chosen, args.budget_s, args.implementation)
     content = {
-        "what": "microseconds of kernel calls by piece; see scaling_work.Piece.key",
+        "what": "microseconds of kernel calls by piece; see scaling.work.Piece.key",
         "implementation": args.implementation or "default",
         "pieces": {
             key: {
@@ -155,7 +120,7 @@ def simulate(args) -> None:
     save(args.out, args.commit, content)
     print_table(rows)
     if args.pictures:
-        from scaling_plot import draw
+        from scaling.plot import draw
 
         draw(rows, args.pictures)
 
@@ -200,7 +165,3 @@ def print_table(rows: list[dict]) -> None:
                 ours = here[OURS][which]
                 cells.append(f"{ours:4.0f}/{others[best]:4.0f} {best[:16]:16}")
         print(f"{mask:20} " + " ".join(cells), flush=True)
-
-
-if __name__ == "__main__":
-    main()

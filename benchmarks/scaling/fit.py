@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 import numpy as np
-from scaling_work import FLOPS_PER_PAIR, HEAD_DIM, Piece
 from scipy.optimize import nnls
 
 from magi_jax.masks import bands
 from magi_jax.solver import slice_table
+from scaling.work import FLOPS_PER_PAIR, HEAD_DIM, Piece
 
 PROCESSORS = 132  # of an H100 or H200
 # TFLOP/s on cells that are walked, before anything was timed.

@@ -1,23 +1,28 @@
-"""Compares the model of `scaling.py` with steps that really ran on several GPUs.
-
-    python benchmarks/scaling_check.py [--tokens-per-rank 8192 32768] [--json FILE]
+"""Compares the model with steps that really ran on several GPUs.
 
 Steps of `dist_attention` are timed over all GPUs; the kernels of each rank alone on the first GPU, casts
 and reduces alone over all. The model lays the latter side by side as it does for 64 ranks; its error is how
 far that is from the former.
 """
 
-import argparse
-import pathlib
+import contextlib
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-from provenance import RESULTS, save
-from scaling_model import Machine, Moves, Times, staged_us
-from scaling_time import Bench
-from scaling_work import (
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from provenance import save
+from timing import seconds
+
+from magi_jax import DistOptions, dist_attention, group_cast, group_reduce
+from magi_jax.comm import symmetric_memory
+from magi_jax.ops import get_implementation
+from magi_jax.plan import AttentionPlan, CommMeta, PlanConfig, make_plan
+from scaling.machine import Machine, Times
+from scaling.measure import Bench
+from scaling.model import Moves, staged_us
+from scaling.work import (
     FLOPS_PER_PAIR,
     HEAD_DIM,
     NUM_HEADS,
@@ -27,27 +32,14 @@ from scaling_work import (
     make_work,
     problems,
 )
-from timing import seconds
-
-from magi_jax import DistOptions, dist_attention, group_cast, group_reduce
-from magi_jax.ops import get_implementation
-from magi_jax.plan import AttentionPlan, CommMeta, PlanConfig, make_plan
 
 MASKS = ("full", "causal", "varlen_full", "varlen_causal", "swa_causal", "prefix_lm")
+TRANSPORTS = ("native", "portable")
 ROWS = PartitionSpec("cp")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens-per-rank", type=int, nargs="+", default=[8192, 32768])
-    parser.add_argument("--masks", nargs="+", default=list(MASKS))
-    parser.add_argument(
-        "--transport", help="of the group collectives; the default one if not given"
-    )
-    parser.add_argument("--implementation", help="kernel by name; chosen by platform if not given")
-    parser.add_argument("--commit", help="commit of a tree without git")
-    parser.add_argument("--json", type=pathlib.Path, default=RESULTS / "scaling_check.json")
-    args = parser.parse_args()
+def check_all(args) -> None:
+    """Checks problems of all lengths over all devices, and stores what was found."""
     ranks = len(jax.devices())
     mesh = jax.make_mesh((ranks,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
     bench = Bench(get_implementation(args.implementation))
@@ -55,13 +47,25 @@ def main() -> None:
     for tokens in args.tokens_per_rank:
         posed = problems(ranks, tokens, args.masks)
         for name in args.masks:
-            row = check(posed[name], mesh, bench, args)
-            rows.append({"mask": name, "tokens_per_rank": tokens, "ranks": ranks, **row})
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()})
-            save(args.json, args.commit, {"transport": args.transport or "default", "rows": rows})
+            for transport in args.transports:
+                row = check(posed[name], mesh, bench, transport)
+                place = {"mask": name, "tokens_per_rank": tokens, "ranks": ranks}
+                rows.append({**place, "transport": transport, **row})
+                print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()})
+            save(args.json, args.commit, {"rows": rows})
 
 
-def check(problem: Problem, mesh, bench: Bench, args) -> dict:
+@contextlib.contextmanager
+def options_of(transport: str, mesh: Mesh) -> Iterator[DistOptions]:
+    """Options of a call over a transport; the native one has its memory inside the context alone."""
+    if transport == "portable":
+        yield DistOptions()
+        return
+    with symmetric_memory(mesh, "cp") as memory:
+        yield DistOptions(transport=memory.transport)
+
+
+def check(problem: Problem, mesh: Mesh, bench: Bench, transport: str) -> dict:
     """Measured and predicted microseconds of one problem."""
     ranks = mesh.size
     pieces: dict = {}
@@ -77,13 +81,13 @@ def check(problem: Problem, mesh, bench: Bench, args) -> dict:
     if plan.travel is not None:
         raise ValueError("this check is for masks whose queries do not travel")
     plan = jax.device_put(plan, NamedSharding(mesh, ROWS))
-    options = DistOptions(transport=args.transport)
-    moves = {
-        "forward": transfers(plan.forward_stages.comm, mesh, options),
-        "backward": transfers(plan.backward_stages.comm, mesh, options),
-    }
+    with options_of(transport, mesh) as options:
+        moves = {
+            "forward": transfers(plan.forward_stages.comm, mesh, options),
+            "backward": transfers(plan.backward_stages.comm, mesh, options),
+        }
+        measured = steps(plan, mesh, bench, options)
     predicted = staged_us(work, times, moves, Machine())
-    measured = steps(plan, mesh, bench, options)
     result: dict = {}
     for which, per_pair in FLOPS_PER_PAIR.items():
         flops = per_pair * problem.mask.area * NUM_HEADS * HEAD_DIM / ranks
@@ -150,7 +154,3 @@ def transfers(comms: tuple[CommMeta, ...], mesh, options: DistOptions) -> Moves:
         reduces.append(1e6 * seconds(lambda r=reducing, d=dkv, m=comm: r(d, m), budget_s=0.05))
     spread = np.ones((1, mesh.size))
     return Moves(np.array(casts)[:, None] * spread, np.array(reduces)[:, None] * spread)
-
-
-if __name__ == "__main__":
-    main()

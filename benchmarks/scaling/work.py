@@ -28,7 +28,7 @@ TWO_LEVEL = (
 )
 MOST_SLICES = 200_000  # of all steps of a strategy, past which it is left out
 FEW = 16  # slices of a mask that it is worth bringing into one form
-DOCUMENTS = pathlib.Path(__file__).with_name("kernel_documents.json")
+DOCUMENTS = pathlib.Path(__file__).resolve().parents[1] / "kernel_documents.json"
 
 
 class Piece(NamedTuple):

@@ -2,8 +2,8 @@
 
 import pathlib
 
-from scaling_published import PUBLISHED, PUBLISHED_RANKS
-from scaling_work import OURS
+from scaling.published import PUBLISHED, PUBLISHED_RANKS
+from scaling.work import OURS
 
 
 def draw(rows: list[dict], folder: pathlib.Path) -> None:

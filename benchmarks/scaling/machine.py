@@ -1,0 +1,61 @@
+"""What transfers, and what XLA does beside the kernels, cost; and kernel times laid out by rank."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from scaling.work import HEAD_DIM, NODE, NUM_HEADS
+
+
+class Machine(NamedTuple):
+    """Rates of the links, in bytes per microsecond, and fixed costs in microseconds.
+
+    Attributes:
+        near, far: what one GPU receives, and at once sends, inside a node and across nodes.
+        near_latency_us, far_latency_us: of one transfer or collective.
+        memory: of a GPU's own memory, for merging partial results.
+        node: GPUs of a node.
+        grad_bytes: bytes of an element of dK and dV on the wire for our strategy; the others send two.
+    """
+
+    near: float = 450e3
+    far: float = 50e3
+    near_latency_us: float = 10.0
+    far_latency_us: float = 20.0
+    memory: float = 4000e3
+    node: int = NODE
+    grad_bytes: int = 4
+
+    def move_us(self, near_bytes: float, far_bytes: float) -> float:
+        """Time of bytes to ranks of the node beside bytes across nodes; nothing takes none."""
+        latency = self.far_latency_us if far_bytes else self.near_latency_us if near_bytes else 0
+        return max(near_bytes / self.near, far_bytes / self.far) + latency
+
+
+class Times(NamedTuple):
+    """Kernel times of each call, microseconds ``[groups, steps]``, 0 where there is none.
+
+    Attributes:
+        forward, backward: of the two passes.
+        travel_forward, travel_backward: of serving travelling queries, ``[ranks]``, if any travel.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    travel_forward: np.ndarray | None = None
+    travel_backward: np.ndarray | None = None
+
+    def kernel_us(self, which: str) -> np.ndarray:
+        """All kernels of each group in a pass."""
+        travel = getattr(self, f"travel_{which}")
+        return getattr(self, which).sum(axis=1) + (0.0 if travel is None else travel)
+
+
+def cast_us(rows: int, machine: Machine) -> float:
+    """Float32 results of all rows and heads to bfloat16."""
+    return (4 + 2) * rows * NUM_HEADS * HEAD_DIM / machine.memory
+
+
+def tail_us(rows: int, machine: Machine) -> float:
+    """``delta`` from ``out`` and ``dout``, and dQ to bfloat16."""
+    return 4 * rows * NUM_HEADS * HEAD_DIM / machine.memory + cast_us(rows, machine)
