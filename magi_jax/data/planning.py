@@ -1,6 +1,7 @@
 """From packed sequences to batches that lie as their plans want them: NumPy on the host."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -73,14 +74,14 @@ class PlanBatch:
                 small is named.
         """
         if self.specs is None:
-            plans = self._stacked(packed, self._specs_of(packed, None))
+            plans = self._in_own_sizes(packed)
         else:
             try:
-                plans = self._stacked(packed, self.specs)
+                plans = self._in_specs(packed, self.specs)
             except ValueError:
                 if not self.grow:
                     raise
-                plans = self._stacked(packed, self._specs_of(packed, self.specs))
+                plans = self._in_own_sizes(packed)
         moved = dispatch(packed, plans[0])
         if not isinstance(moved, Packed):
             return PlannedBatch(moved, plans)
@@ -117,10 +118,21 @@ class PlanBatch:
             )
         return packed[self.segment_ids]
 
-    def _stacked(self, packed: Batch, specs: tuple[PlanSpec, ...]) -> tuple[AttentionPlan, ...]:
+    def _in_specs(self, packed: Batch, specs: tuple[PlanSpec, ...]) -> tuple[AttentionPlan, ...]:
         """One plan per mask in ``specs``, stacked over the sequences."""
         of_rows = [self._plans(ids, specs) for ids in self._ids(packed)]
         return tuple(stack_plans(of_mask) for of_mask in zip(*of_rows, strict=True))
+
+    def _in_own_sizes(self, packed: Batch) -> tuple[AttentionPlan, ...]:
+        """The same in the smallest sizes that cover all sequences and ``self.specs``."""
+        of_rows = [self._plans(ids, None) for ids in self._ids(packed)]
+        known = self.specs or (None,) * len(self.masks)
+        stacked = []
+        for of_mask, spec in zip(zip(*of_rows, strict=True), known, strict=True):
+            specs = [plan.spec for plan in of_mask] + ([] if spec is None else [spec])
+            common = functools.reduce(PlanSpec.union, specs)
+            stacked.append(stack_plans([plan.pad_to(common) for plan in of_mask]))
+        return tuple(stacked)
 
     def _specs_of(self, packed: Batch, specs: tuple[PlanSpec, ...] | None) -> tuple[PlanSpec, ...]:
         """The smallest specs that cover the batch and the given specs."""
