@@ -180,7 +180,8 @@ def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece], two_le
         return np.stack(names, axis=1)
 
     def traffic_of(comms: Iterable[CommMeta]) -> np.ndarray:
-        return np.stack([_traffic(meta, num_ranks) for meta in comms])
+        found = [_traffic(meta, num_ranks) for meta in comms]
+        return np.stack(found) if found else np.zeros((0, num_ranks, num_ranks))
 
     directions = plan.forward_stages, plan.backward_stages
     calls = [calls_of(stages) for stages in directions]
