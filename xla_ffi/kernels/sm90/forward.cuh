@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 template <typename Traits>
-cudaError_t LaunchForward(const ForwardParams& forward, const KernelParams& params, int grid,
-                          cudaStream_t stream) {
+cudaError_t LaunchKernel(const ForwardParams& forward, const KernelParams& params, int grid,
+                         cudaStream_t stream) {
   constexpr CUtensorMapDataType kType = std::is_same_v<typename Traits::Element, __half>
                                             ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -93,6 +93,13 @@ cudaError_t LaunchForward(const ForwardParams& forward, const KernelParams& para
   ForwardKernel<Traits>
       <<<grid, Traits::kThreads, kSharedBytes, stream>>>(q_map, k_map, v_map, params);
   return cudaGetLastError();
+}
+
+template <typename Traits>
+cudaError_t LaunchForward(const ForwardParams& forward, const KernelParams& params, int grid,
+                          cudaStream_t stream) {
+  return params.transform ? LaunchKernel<Transforming<Traits>>(forward, params, grid, stream)
+                          : LaunchKernel<Traits>(forward, params, grid, stream);
 }
 
 }  // namespace magi_jax::sm90

@@ -25,10 +25,11 @@ struct ForwardTraits {
   using Element = ElementT;
   static constexpr int kHeadDim = kHeadDimT;
   static constexpr int kVHeadDim = kVHeadDimT;
-  static constexpr int kBlockN = kBlockNT;  // keys of a block
-  static constexpr int kStages = kStagesT;  // key and value blocks in shared memory
-  static constexpr bool kLazy = kLazyT;     // keep the references of rows while sums stay in range
-  static constexpr bool kTurns = kTurnsT;   // consumers take turns to issue products
+  static constexpr int kBlockN = kBlockNT;   // keys of a block
+  static constexpr int kStages = kStagesT;   // key and value blocks in shared memory
+  static constexpr bool kLazy = kLazyT;      // keep the references of rows while sums stay in range
+  static constexpr bool kTransform = false;  // logits need TransformLogits
+  static constexpr bool kTurns = kTurnsT;    // consumers take turns to issue products
 
   static constexpr int kConsumers = 2;             // warpgroups of 64 rows
   static constexpr int kBlockM = 64 * kConsumers;  // rows of a tile
@@ -41,9 +42,6 @@ struct ForwardTraits {
   static constexpr int kConsumerRegisters = 224;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 3 * 168);
 
-  // Keys of a block whose other keys are all hidden: products with values stop there.
-  static constexpr int kShortKeys = (kBlockN / 16 + 1) / 2 * 16;
-
   static constexpr int kChunks = (kHeadDim + kChunk - 1) / kChunk;
   static constexpr int kVChunks = (kVHeadDim + kChunk - 1) / kChunk;
   static constexpr int kRowBytes = kChunk * 2;
@@ -55,6 +53,12 @@ struct ForwardTraits {
   static_assert(kHeadDim % 16 == 0 && kVHeadDim % 32 == 0 && kBlockN % 16 == 0);
 };
 
+// The same for logits that need TransformLogits.
+template <typename Traits>
+struct Transforming : Traits {
+  static constexpr bool kTransform = true;
+};
+
 // What the walker tells about a block of keys.
 enum BlockFlags : int32_t {
   kFirstBlock =
@@ -62,7 +66,6 @@ enum BlockFlags : int32_t {
   kLastBlock = 2,    // of its tile: the queries are free once QK is done
   kMaskedBlock = 4,  // some cell is hidden
   kEndOfWork = 8,    // no block; the consumer is done
-  kShortBlock = 16,  // all keys from kShortKeys on are hidden
   kClosesTile = 32,  // set by consumers: first of a tile, and not of all tiles
 };
 

@@ -50,7 +50,7 @@ struct Consumer {
         shared(shared),
         warpgroup(__shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 128 - 1, 0)),
         thread_row(64 * warpgroup + (threadIdx.x % 128) / 32 * 16 + threadIdx.x % 32 / 4),
-        scale_log2(params.transform ? 1.0f : params.scale * kLog2e) {}
+        scale_log2(Traits::kTransform ? 1.0f : params.scale * kLog2e) {}
 
   __device__ __forceinline__ void Work() {
     WaitForKeys();
@@ -121,22 +121,18 @@ struct Consumer {
     if (Traits::kTurns && !(flags & kClosesTile)) PassTurn();
 
     RowMask<kLogits / 2> rows[2];
-    if (next_flags & kMaskedBlock) MaskRows(rows);
+    if (__builtin_expect(next_flags & kMaskedBlock, 0)) MaskRows(rows);
     WgmmaWait<1>();
     PinRegisters(s);
     Forget(next_flags);
     float rescale[2];
-    bool moved = false;
+    bool moved = false, done = false;
     if (Traits::kLazy && keeps_references && !(next_flags & kFirstBlock)) {
       PrepareLogits(next_flags, rows, s);
-      if (__builtin_expect(!SoftmaxAtReference(s, stats, scale_log2), false)) {
-        RecomputeLogits(s);
-        Forget(next_flags);
-        moved = SoftmaxBlock(next_flags, rows, s, rescale);
-      }
-    } else {
-      moved = SoftmaxBlock(next_flags, rows, s, rescale);
+      done = SoftmaxAtReference(s, stats, scale_log2);
+      if (__builtin_expect(!done, false)) RecomputeLogits(s);
     }
+    if (__builtin_expect(!done, !Traits::kLazy)) moved = SoftmaxBlock(next_flags, rows, s, rescale);
     PinRegisters(s);
     ReleaseKeys();
     if (next_flags & kLastBlock) ReleaseQueries();
@@ -217,24 +213,13 @@ struct Consumer {
         OperandOfColumns(SharedAddress(shared.v[SlotOf<Traits::kStages>(blocks - 1)]),
                          Traits::kBlockN * Traits::kRowBytes);
     const bool adds = !(flags & kFirstBlock);
-    // Each branch commits its own products: the assembler does not see a group across branches.
-    if (flags & kShortBlock) {
-      MultiplyValues<Traits::kShortKeys>(v_operand, adds);
-      WgmmaCommit();
-    } else {
-      MultiplyValues<Traits::kBlockN>(v_operand, adds);
-      WgmmaCommit();
-    }
-  }
-
-  template <int kKeys>
-  __device__ __forceinline__ void MultiplyValues(Operand v_operand, bool adds) {
 #pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
+    for (int step = 0; step < Traits::kBlockN / 16; ++step) {
       Wgmma<Traits::kVHeadDim>::RegistersShared(o, p + 4 * step,
                                                 v_operand.Advance(step * 2 * kSwizzleAtomBytes),
                                                 step > 0 || adds, Element{});
     }
+    WgmmaCommit();
   }
 
   // Logits to probabilities. Must come before the keys of the block are released: its note goes
@@ -249,9 +234,8 @@ struct Consumer {
 
   __device__ __forceinline__ void PrepareLogits(int flags, const RowMask<kLogits / 2> (&rows)[2],
                                                 float (&s)[kLogits]) {
-    if (__builtin_expect(params.transform, false))
-      TransformLogits(s, params.transform_scale, params.cap_log2);
-    if (flags & kMaskedBlock) ApplyMask(s, rows);
+    if constexpr (Traits::kTransform) TransformLogits(s, params.transform_scale, params.cap_log2);
+    if (__builtin_expect(flags & kMaskedBlock, 0)) ApplyMask(s, rows);
   }
 
   // This thread's logits by plain arithmetic, since the other warps of the warpgroup take no part.

@@ -125,7 +125,8 @@ class RowsAgain {
     uint32_t p[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (params_.transform) TransformLogits(s[half], params_.transform_scale, params_.cap_log2);
+      if constexpr (Traits::kTransform)
+        TransformLogits(s[half], params_.transform_scale, params_.cap_log2);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const bool sees = visible >> (i / 2 * 4 + half * 2 + i % 2) & 1;

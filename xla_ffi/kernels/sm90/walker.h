@@ -129,7 +129,7 @@ struct Walker {
     BlockNote& note = shared.notes[SlotOf<kNotes>(blocks)];
     const int key_end = key + Traits::kBlockN;
     bool full = key >= run.full_begin && key_end <= run.full_end;
-    int count = 0, visible_end = key;
+    int count = 0;
 #pragma unroll 1
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
       if (num_chunks > 1) LoadSlices(chunk);
@@ -140,14 +140,11 @@ struct Walker {
         note.slices[position] = SliceOf(run.ids_begin + 32 * chunk + lane);
       full |= mine.all_begin <= key && key_end <= mine.all_end;
       count += __popc(touching);
-      if (touches) visible_end = max(visible_end, mine.any_end);
     }
     full = __any_sync(0xFFFFFFFF, full);
-    const bool is_short = __all_sync(0xFFFFFFFF, visible_end - key <= Traits::kShortKeys);
     // A block with too many slices hands over the run's whole list.
     if (count > kNoteSlices) count = run.ids_begin - run.ids_end;
-    const int flags =
-        (first ? kFirstBlock : 0) | (full ? 0 : kMaskedBlock) | (is_short ? kShortBlock : 0);
+    const int flags = (first ? kFirstBlock : 0) | (full ? 0 : kMaskedBlock);
     if (lane == 0) {
       note.header = {key, flags, count, run.ids_begin};
       note.tile = {tile.token, tile.head};
