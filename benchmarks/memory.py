@@ -4,8 +4,9 @@
 
 The step is loss and gradients of a stack of layers (attention and a feed-forward block, scanned) over one
 causal sequence on one device. Peaks are those of XLA's own analysis of the compiled program: arguments,
-results and temporaries. Lengths double until a step no longer fits; on a GPU the longest that fits and is
-quick enough is run, and what its allocator saw is reported beside the analysis. Policies of `jax.checkpoint`:
+results and temporaries. Lengths double until a step no longer fits. On a GPU the longest of ours that fits
+and is quick enough is run, and what its allocator saw is reported beside the analysis; matrix products are
+not tuned there, which changes their time alone. Policies of `jax.checkpoint`:
 
   none      every intermediate value is kept
   context   a layer keeps its input, and `out` and `lse` of its attention, which then runs forward once
@@ -15,6 +16,8 @@ quick enough is run, and what its allocator saw is reported beside the analysis.
 import argparse
 import functools
 import pathlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +37,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=8192)
     parser.add_argument("--last", type=int, default=2**21)
     parser.add_argument("--longest-run", type=int, default=2**17, help="tokens of steps to run")
+    parser.add_argument("--jobs", type=int, default=1, help="programs to compile at a time")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], help="query and kv heads")
     parser.add_argument("--head-dim", type=int, default=128)
@@ -44,12 +48,25 @@ def main() -> None:
     args = parser.parse_args()
     on_gpu = jax.default_backend() == "gpu"
     args.dtype = jnp.bfloat16 if on_gpu else jnp.float32  # a CPU would copy bfloat16 to float32
-    rows = []
-    for attention in args.attentions:
-        if attention == "cudnn" and not on_gpu:
-            continue
-        for policy in args.policies if attention == "ours" else ["full"]:
-            rows += sweep(attention, policy, args, run_last=on_gpu)
+    sweeps = [
+        (attention, policy)
+        for attention in args.attentions
+        for policy in (args.policies if attention == "ours" else ["full"])
+        if attention != "cudnn" or on_gpu
+    ]
+    rows, runs = [], []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for attention, policy in sweeps:
+            found, last = sweep(attention, policy, args, pool)
+            rows += found
+            if last is not None and attention == "ours" and on_gpu:
+                runs.append(last)
+    # From the least on: the allocator tells its peak since the process began.
+    for compiled, shapes, row in sorted(runs, key=lambda found: found[2]["gib"]):
+        row["allocator_gib"] = run(compiled, shapes)
+        print(
+            f"{row['policy']} {row['length']}: allocator {row['allocator_gib']:.2f} GiB", flush=True
+        )
     content = {
         "layers": args.layers, "heads": args.heads, "head_dim": args.head_dim,
         "dtype": jnp.dtype(args.dtype).name, "limit_gib": args.limit_gib, "rows": rows,
@@ -58,34 +75,51 @@ def main() -> None:
         save(args.json, args.commit, content)
 
 
-def sweep(attention: str, policy: str, args, run_last: bool) -> list[dict]:
-    """Peaks of rising lengths, the first that does not fit included."""
-    rows, last = [], None
-    length = args.first
+def sweep(attention: str, policy: str, args, pool: ThreadPoolExecutor) -> tuple[list[dict], Any]:
+    """Peaks of rising lengths, the first that does not fit included; and the longest that is to be run."""
+    rows, last, length = [], None, args.first
     while length <= args.last:
-        compiled, shapes = compile_step(attention, policy, length, args)
-        found = compiled.memory_analysis()
-        peak = found.argument_size_in_bytes + found.output_size_in_bytes
-        peak += found.temp_size_in_bytes - found.alias_size_in_bytes
-        row = {"attention": attention, "policy": policy, "length": length, "gib": peak / GIB}
-        rows.append(row)
-        print(f"{attention:6} {policy:8} {length:8} {peak / GIB:9.2f} GiB", flush=True)
-        if peak > args.limit_gib * GIB:
-            break
-        if length <= args.longest_run:
-            last = compiled, shapes, row
+        # As many lengths at a time as there are threads; what lies past the first misfit is left out.
+        lengths = [length << i for i in range(args.jobs) if length << i <= args.last]
+        futures = [pool.submit(compile_step, attention, policy, n, args) for n in lengths]
+        for length, future in zip(lengths, futures, strict=True):
+            try:
+                compiled, shapes = future.result()
+            except Exception as problem:  # some refuse lengths; that is a result
+                message = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+                rows.append(
+                    {"attention": attention, "policy": policy, "length": length, "error": message}
+                )
+                print(f"{attention:6} {policy:8} {length:8} {message}", flush=True)
+                return rows, last
+            peak = peak_gib(compiled)
+            row = {"attention": attention, "policy": policy, "length": length, "gib": peak}
+            rows.append(row)
+            print(f"{attention:6} {policy:8} {length:8} {peak:9.2f} GiB", flush=True)
+            if peak > args.limit_gib:
+                return rows, last
+            if length <= args.longest_run:
+                last = compiled, shapes, row
         length *= 2
-    if run_last and last is not None:
-        compiled, shapes, row = last
-        values = jax.tree.map(
-            lambda x: jnp.full(x.shape, 0.01, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating)
-            else jnp.asarray(x),
-            shapes,
-        )  # fmt: skip
-        jax.block_until_ready(compiled(*values))
-        row["allocator_gib"] = jax.devices()[0].memory_stats()["peak_bytes_in_use"] / GIB
-        print(f"{attention:6} {policy:8} ran; allocator saw {row['allocator_gib']:.2f} GiB so far")
-    return rows
+    return rows, last
+
+
+def peak_gib(compiled) -> float:
+    """Arguments, results and temporaries of a program, by XLA's analysis."""
+    found = compiled.memory_analysis()
+    peak = found.argument_size_in_bytes + found.output_size_in_bytes
+    return (peak + found.temp_size_in_bytes - found.alias_size_in_bytes) / GIB
+
+
+def run(compiled, shapes) -> float:
+    """Runs a step; the most that the allocator has held so far, in GiB."""
+    values = jax.tree.map(
+        lambda x: jnp.full(x.shape, 0.01, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating)
+        else jnp.asarray(x),
+        shapes,
+    )  # fmt: skip
+    jax.block_until_ready(compiled(*values))
+    return jax.devices()[0].memory_stats()["peak_bytes_in_use"] / GIB
 
 
 def compile_step(attention: str, policy: str, length: int, args):
@@ -106,7 +140,8 @@ def compile_step(attention: str, policy: str, length: int, args):
     x = jax.ShapeDtypeStruct((length, width), args.dtype)
     table = slice_table(masks.causal(length)) if attention == "ours" else None
     step = jax.jit(functools.partial(loss_and_gradients, attention=attention, policy=policy))
-    return step.lower(weights, x, table).compile(), (weights, x, table)
+    options = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
+    return step.lower(weights, x, table).compile(options), (weights, x, table)
 
 
 def loss_and_gradients(weights: dict, x: jax.Array, table, *, attention: str, policy: str):

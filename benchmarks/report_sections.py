@@ -306,6 +306,9 @@ def memory(stored: dict) -> list[str]:
         cells = [attention, policy]
         for length in lengths:
             row = peaks.get((attention, policy, length))
+            if row and "error" in row:
+                cells.append("refused")
+                continue
             ran = (
                 f" (allocator {row['allocator_gib']:.1f})" if row and "allocator_gib" in row else ""
             )
