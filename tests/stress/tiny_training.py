@@ -4,6 +4,7 @@ A step's tokens and documents are a function of its seed, and its loss does not 
 ranks there are.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -14,12 +15,28 @@ import numpy as np
 import magi_jax as mj
 from magi_jax.testing.cases import random_lengths
 
-SEQ_LEN, HEADS, KV_HEADS, DIM = 251, 4, 2, 8
-FEATURES = HEADS * DIM
+SEQ_LEN, HEADS, KV_HEADS = 251, 4, 2
 CONFIG = mj.PlanConfig(seq_len=SEQ_LEN, chunk_size=8, overlap=2, roll_shifts=(-1,))
 SAMPLE = range(2**40, 2**40 + 64)
 
 Weights = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Size of a head, dtype of attention, and how far its results may be from the oracle's."""
+
+    head_dim: int
+    dtype: str
+    tolerance: float
+
+    @property
+    def features(self) -> int:
+        return HEADS * self.head_dim
+
+
+SMALL = Model(8, "float32", 2e-5)
+FOR_CUDA = Model(64, "bfloat16", 0.05)
 
 
 def packing(seed: int) -> np.ndarray:
@@ -34,9 +51,10 @@ def mask_of(lengths: np.ndarray) -> mj.AttnMask:
     return mj.masks.varlen(lengths, causal=True).shift(0, 0, SEQ_LEN, SEQ_LEN)
 
 
-def tokens(seed: int) -> np.ndarray:
-    """Activations ``[SEQ_LEN, FEATURES]``."""
-    return np.random.default_rng(seed).normal(size=(SEQ_LEN, FEATURES)).astype(np.float32)
+def tokens(seed: int, model: Model = SMALL) -> np.ndarray:
+    """Activations ``[SEQ_LEN, features]``."""
+    values = np.random.default_rng(seed).normal(size=(SEQ_LEN, model.features))
+    return values.astype(np.float32)
 
 
 def shared_spec(cp_size: int) -> mj.PlanSpec:
@@ -45,22 +63,27 @@ def shared_spec(cp_size: int) -> mj.PlanSpec:
     return functools.reduce(lambda a, b: a.union(b), specs).scaled(2.0)
 
 
-def initial_weights() -> dict[str, np.ndarray]:
+def initial_weights(model: Model = SMALL) -> dict[str, np.ndarray]:
     """Projections to q, k and v."""
     rng = np.random.default_rng(0)
     heads = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
+    scale = (1.28 / model.features) ** 0.5
     return {
-        name: (rng.normal(size=(FEATURES, n * DIM)) * 0.2).astype(np.float32)
+        name: (rng.normal(size=(model.features, n * model.head_dim)) * scale).astype(np.float32)
         for name, n in heads.items()
     }
 
 
-def project(x: jax.Array, weights: Weights) -> tuple[jax.Array, ...]:
-    """q, k and v of rows ``[T, FEATURES]``."""
-    return tuple((x @ weights[name]).reshape(len(x), -1, DIM) for name in ("q", "k", "v"))
+def project(x: jax.Array, weights: Weights, model: Model = SMALL) -> tuple[jax.Array, ...]:
+    """q, k and v of rows ``[T, features]``."""
+    return tuple(
+        (x @ weights[name]).reshape(len(x), -1, model.head_dim) for name in ("q", "k", "v")
+    )
 
 
-def make_step(mesh: jax.sharding.Mesh) -> Callable[..., tuple[Weights, jax.Array, jax.Array]]:
+def make_step(
+    mesh: jax.sharding.Mesh, model: Model = SMALL
+) -> Callable[..., tuple[Weights, jax.Array, jax.Array]]:
     """A jitted ``step(weights, x, plan) -> weights, loss, out``: each token predicts its successor."""
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -68,7 +91,8 @@ def make_step(mesh: jax.sharding.Mesh) -> Callable[..., tuple[Weights, jax.Array
         target = mj.roll(x, plan, shift=-1, mesh=mesh)
 
         def loss(weights):
-            out = mj.dist_attention(*project(x, weights), plan, mesh=mesh)
+            qkv = (part.astype(model.dtype) for part in project(x, weights, model))
+            out = mj.dist_attention(*qkv, plan, mesh=mesh).astype(x.dtype)
             # Padding is zero on both sides, so that its share of the sum is 0.
             return jnp.sum((out.reshape(target.shape) - target) ** 2) / SEQ_LEN, out
 
