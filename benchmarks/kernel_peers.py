@@ -44,15 +44,23 @@ class Passes(NamedTuple):
 def jax_passes(call: Callable, operands: tuple[jax.Array, ...], *rest: Any) -> Passes:
     """Passes of ``call(q, k, v, *rest)``; the backward pass starts from saved residuals."""
     q, k, v, dout = operands
-    forward = jax.jit(call)
-    start = jax.jit(lambda q, k, v, *rest: jax.vjp(lambda *x: call(*x, *rest), q, k, v))
-    finish = jax.jit(lambda pull, dout: pull(dout))
+    forward, start, finish = _programs(call)
     _, pull = start(q, k, v, *rest)
     return Passes(
         lambda: forward(q, k, v, *rest),
         lambda: finish(pull, dout),
         lambda: finish(start(q, k, v, *rest)[1], dout),
         jax.block_until_ready,
+    )
+
+
+@functools.cache
+def _programs(call: Callable) -> tuple[Callable, Callable, Callable]:
+    """Forward, forward with residuals, and backward from them: the same for every use of one ``call``."""
+    return (
+        jax.jit(call),
+        jax.jit(lambda q, k, v, *rest: jax.vjp(lambda *x: call(*x, *rest), q, k, v)),
+        jax.jit(lambda pull, dout: pull(dout)),
     )
 
 

@@ -9,8 +9,10 @@ to the best peer. `--quick` takes 8192 and 32768 tokens at head dim 128 beside c
 """
 
 import argparse
+import functools
 import json
 import pathlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -23,6 +25,9 @@ from timing import matmul_tflops, seconds
 import magi_jax
 from magi_jax import masks
 from magi_jax.plan import slice_table
+from magi_jax.plan.slice_table import exact_spec
+from magi_jax.plan.spec import TableSpec
+from magi_jax.plan.tables import SliceTable
 
 NUM_HEADS, NUM_KV_HEADS = 64, 8
 DOCUMENTS = json.loads(pathlib.Path(__file__).with_name("kernel_documents.json").read_text())
@@ -86,12 +91,15 @@ def cases(length: int) -> dict[str, Named]:
 def measure_length(length: int, head_dim: int, args: argparse.Namespace) -> list[dict]:
     """Rows of all masks of one length, printed as they come."""
     operands = make_operands(length, head_dim)
+    chosen = {name: case for name, case in cases(length).items() if name in (args.masks or [name])}
+    # One shape for the tables of all masks: a program for each length, not for each mask.
+    tables = [slice_table(case.mask) for case in chosen.values()]
+    spec = functools.reduce(TableSpec.union, map(_spec, tables))
     rows = []
-    for name, (kind, lengths, mask) in cases(length).items():
-        if args.masks and name not in args.masks:
-            continue
+    for name, (kind, lengths, mask) in chosen.items():
         ceiling = matmul_tflops()  # anew for each mask: a card changes its pace
-        timed = measure_mask(Case(kind, lengths, operands), mask, args)
+        table = jax.device_put(slice_table(mask, spec=spec))
+        timed = measure_mask(Case(kind, lengths, operands), table, args)
         for which in args.passes:
             work = FLOPS[which] * mask.area * NUM_HEADS * head_dim / 1e12
             rates = {who: work / t[which] for who, t in timed["seconds"].items() if which in t}
@@ -104,9 +112,22 @@ def measure_length(length: int, head_dim: int, args: argparse.Namespace) -> list
     return rows
 
 
-def measure_mask(case: Case, mask: masks.AttnMask, args: argparse.Namespace) -> dict:
+def _spec(table: SliceTable) -> TableSpec:
+    return exact_spec(jax.tree.map(lambda leaf: leaf[None], table))
+
+
+@functools.cache
+def ours(implementation: str | None) -> Callable:
+    """A call of ours; the same function each time, so that its programs are found again."""
+
+    def call(q, k, v, table):
+        return magi_jax.flex_flash_attention(q, k, v, table, implementation=implementation)
+
+    return call
+
+
+def measure_mask(case: Case, table: SliceTable, args: argparse.Namespace) -> dict:
     """Seconds by implementation and pass, and why a peer has none."""
-    table = jax.device_put(slice_table(mask))
     found: dict[str, dict] = {"seconds": {}, "errors": {}}
     expected = None
 
@@ -128,12 +149,8 @@ def measure_mask(case: Case, mask: masks.AttnMask, args: argparse.Namespace) -> 
 
     for implementation in args.implementations:
         named = None if implementation == "default" else implementation
-
-        def ours(q, k, v, table, named=named):
-            return magi_jax.flex_flash_attention(q, k, v, table, implementation=named)
-
         label = "ours" if named is None else f"ours_{named}"
-        add(label, lambda call=ours: jax_passes(call, case.operands, table))
+        add(label, lambda named=named: jax_passes(ours(named), case.operands, table))
     for name, peer in available(args.peers).items():
         add(name, lambda peer=peer: peer(case))
     return found
