@@ -11,8 +11,10 @@ import json
 import pathlib
 from collections.abc import Callable
 
+import report_scaling
 import report_sections as write
 from provenance import RESULTS, ROOT
+from report_tables import provenance
 
 PAGE = ROOT / "docs" / "results.md"
 HEADER = """# Results
@@ -47,7 +49,7 @@ def page(results: pathlib.Path) -> str:
             lines += [f"Not stored yet: `{command}` makes `{name}`.", ""]
             continue
         stored = json.loads(path.read_text())
-        lines += [*write.provenance(stored), "", *section(stored), ""]
+        lines += [*provenance(stored), "", *section(stored), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -56,12 +58,17 @@ def sections() -> list[tuple[str, str, str, Callable[[dict], list[str]]]]:
     python = "python benchmarks/"
     return [
         ("Kernels on one GPU", "kernels_gpu.json", f"{python}kernels.py", write.kernels),
-        ("8 to 64 GPUs, simulated", "scaling.json", f"{python}scaling simulate", write.scaling),
+        (
+            "8 to 64 GPUs, simulated",
+            "scaling.json",
+            f"{python}scaling simulate",
+            report_scaling.scaling,
+        ),
         (
             "The model against real GPUs",
             "scaling_check.json",
             f"{python}scaling check",
-            write.check,
+            report_scaling.check,
         ),
         (
             "Recompilation, CPU",
@@ -90,6 +97,12 @@ def sections() -> list[tuple[str, str, str, Callable[[dict], list[str]]]]:
             "planner_high.json",
             f"{python}planner.py --effort high",
             write.planner,
+        ),
+        (
+            "Device kernels under sanitizers",
+            "device_sanitizers.json",
+            "python tests/sanitize/device_sanitizers.py --build BUILD",
+            write.sanitizers,
         ),
     ]
 

@@ -3,6 +3,7 @@
 import json
 
 import report
+import report_scaling
 import report_sections
 
 PROVENANCE = {
@@ -48,7 +49,7 @@ def test_scaling_lists_strategies_that_are_ahead():
         "fit_error": {"forward": [0.01, 0.1], "backward": [0.01, 0.1]},
         "kernels": [PROVENANCE], "timed_pieces": 1, "pieces": 2, "rows": rows,
     }  # fmt: skip
-    lines = report_sections.scaling(stored)
+    lines = report_scaling.scaling(stored)
     assert "- full, 8 ranks, forward: ulysses (0.98)" in lines
     assert not any("full, 8 ranks, backward" in line for line in lines)
 
@@ -58,7 +59,21 @@ def test_the_models_errors_are_summed_up():
            "forward": 600.0, "backward": 500.0}  # fmt: skip
     errors = ((0.01, -0.20), (-0.02, 0.10), (0.05, 0.0))
     rows = [{**row, "forward_error": f, "backward_error": b} for f, b in errors]
-    lines = report_sections.check({"rows": rows})
+    lines = report_scaling.check({"rows": rows})
     assert "forward 2 % in the median and 5 % at most" in lines[0]
     assert "backward 10 % in the median and 20 % at most" in lines[0]
     assert "| full | 8 | 2 | native | 600 | +1.0 % | 500 | -20.0 % |" in lines
+
+
+def test_what_sanitizers_report_is_counted_over_problems():
+    row = {"tool": "racecheck", "path": "sm90", "problem": "causal", "ended": "0", "wrong": "",
+           "errors": 1, "warnings": 0, "survived": "", "kinds": {"race: a": 2}}  # fmt: skip
+    stopped = {**row, "problem": "full", "ended": "stopped after 5 s", "errors": None}
+    by_jax = {**row, "problem": None, "survived": "3 of 3", "kinds": {}}
+    wrong = {**row, "wrong": "out: error"}
+    lines = report_sections.sanitizers({"sanitizer": "1", "rows": [row, stopped, wrong, by_jax]})
+    assert (
+        "| racecheck | sm90 | directly | 2 of 3 (others: stopped after 5 s) | 1 of 2 | 2 |" in lines
+    )
+    assert "| racecheck | sm90 | by JAX | 1 of 1 | 3 of 3 | 1 |" in lines
+    assert "- racecheck, sm90: race: a (6)" in lines
