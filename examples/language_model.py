@@ -45,9 +45,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `make_model` reads."""
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--features", type=int, default=128, help="width of the residual stream")
-    parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--head-dim", type=int, default=32, help="64, 96, 128 or 256 on a GPU")
     parser.add_argument("--kv-heads", type=int, default=2, help="key and value heads")
-    parser.add_argument("--dtype", default="float32", help="dtype of the computation")
+    parser.add_argument(
+        "--dtype", default="float32", help="of the computation; bfloat16 or float16 on a GPU"
+    )
 
 
 def make_model(flags: argparse.Namespace) -> nnx.Module:

@@ -1,7 +1,8 @@
 """Preference training with a shared question: question and answers lie in one sequence, once.
 
     python examples/preference.py                 # 8 virtual CPU devices: 2 sequences over 4 devices each
-    python examples/preference.py --device gpu --dp 1 --cp 8 --seq-len 131072 --features 2048 --dtype bfloat16
+    python examples/preference.py --device gpu --dp 1 --cp 8 --seq-len 131072 --features 2048 \\
+        --head-dim 128 --dtype bfloat16
 
 Each document is a question, the answer that is preferred and one that is not. Both answers see the question
 and themselves, not each other (`mj.masks.shared_question`), so the question is embedded, sent and computed

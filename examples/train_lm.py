@@ -1,7 +1,8 @@
 """Trains a small language model on packed documents, with its attention sharded over a mesh.
 
     python examples/train_lm.py                                  # 8 virtual CPU devices: dp 2 x cp 4
-    python examples/train_lm.py --device gpu --dp 1 --cp 8 --seq-len 262144 --features 2048 --dtype bfloat16
+    python examples/train_lm.py --device gpu --dp 1 --cp 8 --seq-len 262144 --features 2048 \\
+        --head-dim 128 --dtype bfloat16
 
 The documents are the source files of the Python standard library, tokenised as bytes. Layers alternate
 full attention and a sliding window, both causal and both within documents, on one dispatch of the tokens.
@@ -28,9 +29,9 @@ from jax.sharding import PartitionSpec as P
 
 import magi_jax as mj
 
-# Float32 sums of some 10^4 terms in another order differ by about this much.
-MAX_RELATIVE_DIFFERENCE = 1e-4
-
+# Sums of some 10^4 terms in another order differ by about this much, and values rounded elsewhere too.
+MAX_RELATIVE_DIFFERENCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+LONGEST_CHECKED = 16_384  # a dense mask has the square of it
 
 NEXT = """what to try next:
     python examples/train_lm.py --help                  all flags; --dispatch zigzag balances otherwise
@@ -67,8 +68,11 @@ def mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-def check_first_step(graphdef, params, packed: mj.data.Packed, masks, loss, grads) -> None:
+def check_first_step(graphdef, params, packed: mj.data.Packed, masks, found, dtype: str) -> None:
     """Compares loss and gradients with dense attention on one device, tokens in their original order."""
+    if (length := packed.tokens.shape[1]) > LONGEST_CHECKED:
+        print(f"not checked: a dense mask of {length:,} x {length:,} is too large")
+        return
     print("checking the first step against dense attention on one device ...", flush=True)
     visible = [np.stack([mask(ids).dense() for ids in packed.segment_ids]) for mask in masks]
 
@@ -81,13 +85,15 @@ def check_first_step(graphdef, params, packed: mj.data.Packed, masks, loss, grad
 
     params = jax.tree.map(np.asarray, params)
     dense_loss, dense_grads = dense_step(params, packed, visible)
-    difference = dense_check.largest_difference((loss, grads), (dense_loss, dense_grads))
+    difference = dense_check.largest_difference(found, (dense_loss, dense_grads))
     print(
-        f"  loss {float(loss):.6f}, dense {float(dense_loss):.6f};"
+        f"  loss {float(found[0]):.6f}, dense {float(dense_loss):.6f};"
         f" largest relative difference of loss and gradients {difference:.1e}"
     )
-    if difference > MAX_RELATIVE_DIFFERENCE:
-        raise SystemExit(f"error: this is more than rounding ({MAX_RELATIVE_DIFFERENCE:.0e})")
+    if difference > MAX_RELATIVE_DIFFERENCE[dtype]:
+        raise SystemExit(
+            f"error: this is more than rounding ({MAX_RELATIVE_DIFFERENCE[dtype]:.0e})"
+        )
 
 
 def count_compilations(counts: dict[str, int]) -> None:
@@ -165,7 +171,7 @@ def main() -> None:
             batch = jax.device_put(next(planned), by_token)
             params, opt_state, loss, grads = train_step(params, opt_state, batch)
             if step == 0 and not flags.no_check:
-                check_first_step(graphdef, before, first, masks, float(loss), grads)
+                check_first_step(graphdef, before, first, masks, (loss, grads), flags.dtype)
             progress.update(float(loss))
     progress.finish()
     show.plot_losses(progress.losses, flags.out / "loss.png")
