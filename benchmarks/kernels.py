@@ -12,7 +12,7 @@ import argparse
 import functools
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -55,9 +55,10 @@ def main() -> None:
     rows = []
     for head_dim in args.head_dims:
         for length in args.lengths:
-            rows += measure_length(length, head_dim, args)
-            if args.json:
-                save(args.json, args.commit, {"rows": rows})
+            for found in measure_length(length, head_dim, args):
+                rows += found
+                if args.json:
+                    save(args.json, args.commit, {"rows": rows})
 
 
 class Named(NamedTuple):
@@ -88,18 +89,18 @@ def cases(length: int) -> dict[str, Named]:
     return {name: Named(*case) for name, case in result.items()}
 
 
-def measure_length(length: int, head_dim: int, args: argparse.Namespace) -> list[dict]:
-    """Rows of all masks of one length, printed as they come."""
+def measure_length(length: int, head_dim: int, args: argparse.Namespace) -> Iterator[list[dict]]:
+    """Rows of each mask of one length, printed as they come."""
     operands = make_operands(length, head_dim)
     chosen = {name: case for name, case in cases(length).items() if name in (args.masks or [name])}
     # One shape for the tables of all masks: a program for each length, not for each mask.
     tables = [slice_table(case.mask) for case in chosen.values()]
     spec = functools.reduce(TableSpec.union, map(_spec, tables))
-    rows = []
     for name, (kind, lengths, mask) in chosen.items():
         ceiling = matmul_tflops()  # anew for each mask: a card changes its pace
         table = jax.device_put(slice_table(mask, spec=spec))
         timed = measure_mask(Case(kind, lengths, operands), table, args)
+        rows = []
         for which in args.passes:
             work = FLOPS[which] * mask.area * NUM_HEADS * head_dim / 1e12
             rates = {who: work / t[which] for who, t in timed["seconds"].items() if which in t}
@@ -109,7 +110,7 @@ def measure_length(length: int, head_dim: int, args: argparse.Namespace) -> list
             }  # fmt: skip
             rows.append({**row, **against_best(rates)})
             print_row(rows[-1])
-    return rows
+        yield rows
 
 
 def _spec(table: SliceTable) -> TableSpec:

@@ -37,7 +37,6 @@ def save(path: pathlib.Path, commit: str | None, content: dict[str, Any]) -> Non
     """Writes a result file: what `describe` says, then ``content``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**describe(commit), **content}, indent=1) + "\n")
-    print(f"written to {path}", flush=True)
 
 
 def _gpu() -> str | None:
