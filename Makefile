@@ -6,6 +6,7 @@
 #   CUDA_KERNELS=all      build the CUDA kernels too, where nvcc is found (minutes; ci: a few of them)
 #   ARGS="--steps 20"     flags for the demo, for pytest, or for the program of a target
 #   CUDA=13               build a wheel with all CUDA kernels, for jax[cuda13]; 12 likewise
+#   NVCC=/path/to/nvcc    compile it with this nvcc (for 13 the default is that of PyPI)
 #   FUZZ_SECONDS=600      how long to fuzz
 
 PYTHON ?=
@@ -13,6 +14,7 @@ VENV ?= .venv
 EXTRAS ?= flax,data,plot,test,dev
 CUDA_KERNELS ?= off
 CUDA ?=
+NVCC ?=
 ARGS ?=
 FUZZ_SECONDS ?= 600
 JOBS ?= 2
@@ -66,7 +68,7 @@ docs: setup  ## Builds the documentation site into site/; fails on every warning
 	@$(BIN)/mkdocs build --quiet
 
 build: setup  ## Builds a wheel into dist/, for CPU or with CUDA=12 or 13
-	@$(BIN)/python tools/build_wheel.py $(if $(CUDA),--cuda $(CUDA))
+	@$(BIN)/python tools/build_wheel.py $(if $(CUDA),--cuda $(CUDA)) $(if $(NVCC),--nvcc $(NVCC))
 
 check-wheel: build  ## Installs the wheel into an empty environment and runs attention there
 	@$(BIN)/python tools/check_wheel.py
