@@ -1,7 +1,7 @@
 """Dispatch that weighs communication and balance: the default strategy.
 
-Several greedy passes give starting points that differ in how dear they hold a key row; short searches
-compare them, and a longer search exchanges units of the best one until the time is used up. The worst
+Short searches compare a number of starting points (`balanced_starts`), and longer ones exchange units of the
+best until the time is used up. The worst
 rank's rows, received or sent, and the worst node's rows are brought down while no rank's area rises beyond
 a limit. The same problem always gets the same answer. See docs/planner.md.
 """
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from magi_jax.solver.balanced_numpy import NumpyPlacement
+from magi_jax.solver.balanced_starts import Site, dealt, greedy_starts, node_first_starts
 from magi_jax.solver.balanced_units import COARSE_SHARE, FINENESS, Units, make_units
 from magi_jax.solver.dispatch import Assignment, DispatchProblem, contiguous, zigzag
 from magi_jax.solver.engine import check_engine, compiled
@@ -33,35 +34,6 @@ SPANS_OF_A_MOVE = 15
 # Greedy passes pile travelling rows up on few ranks; it takes so many exchanges to spread them.
 TRAVEL_MOVES = 24_000
 PROBE_SEED, SEARCH_SEED = 2, 3
-
-
-class GreedyWeights(NamedTuple):
-    """What a greedy pass charges for key rows, in means of a rank; area costs 1.
-
-    Attributes:
-        volume: a row that is new to the rank.
-        held: a row that the rank holds already, over ``volume``: spreads rows over ranks.
-        sent: a row that the rank has to send already, over ``volume``.
-        node: a row that is new to the node, over ``volume``.
-        node_held: a row that the node holds already, over ``node``.
-        area_limit: area of a rank over the mean beyond which the cost rises steeply.
-    """
-
-    volume: float
-    held: float
-    sent: float
-    node: float
-    node_held: float
-    area_limit: float = 1.01
-
-
-STARTS = (
-    GreedyWeights(volume=0.1, held=0.3, sent=0.1, node=1.0, node_held=0.3),
-    GreedyWeights(volume=0.1, held=0.3, sent=0.0, node=0.3, node_held=0.3),
-    GreedyWeights(volume=0.1, held=0.3, sent=0.3, node=0.3, node_held=0.3),
-    GreedyWeights(volume=0.3, held=0.0, sent=0.1, node=1.0, node_held=0.0),
-    GreedyWeights(volume=0.03, held=0.3, sent=0.1, node=1.0, node_held=0.3),
-)
 
 
 class Round(NamedTuple):
@@ -87,6 +59,10 @@ class Effort(NamedTuple):
         work: proposed exchanges of all searches, times the spans that one touches.
         area_limit: imbalance from which on a placement counts as worse.
         node_weight: loads of nodes against those of ranks.
+        period: every so many proposals is a pair of exchanges, of which the second mends the balance
+            after the first; 0 for none.
+        node_first: whether nodes are also settled before their ranks.
+        probe_temperature: of the searches that compare starting points.
         rounds: of each search. The first may be loose: heavy units find their places, and balance comes
             later.
     """
@@ -96,19 +72,26 @@ class Effort(NamedTuple):
     work: int
     area_limit: float
     node_weight: float
+    period: int
+    node_first: bool
+    probe_temperature: float
     rounds: tuple[Round, ...]
 
 
 EFFORTS = MappingProxyType(
     {
         "fast": Effort(
-            600, 1, 300_000, AREA_LIMIT, 1.0, (Round(1.02, 0.5, 0.2), Round(1.01, 0.5, 0.05))
+            probe=600, searches=1, work=300_000, area_limit=AREA_LIMIT, node_weight=1.0, period=0,
+            node_first=False, probe_temperature=0.0,
+            rounds=(Round(1.02, 0.5, 0.2), Round(1.01, 0.5, 0.05)),
         ),
         "high": Effort(
-            5000, 3, 80_000_000, 1.0045, 1.5, (Round(1.03, 0.45, 0.3), Round(1.0035, 0.55, 0.1))
+            probe=30_000, searches=3, work=400_000_000, area_limit=1.0045, node_weight=1.5, period=8,
+            node_first=True, probe_temperature=0.02,
+            rounds=(Round(1.03, 0.45, 0.3), Round(1.0035, 0.55, 0.1)),
         ),
     }
-)
+)  # fmt: skip
 
 
 def balanced(problem: DispatchProblem) -> Assignment:
@@ -231,26 +214,37 @@ def _search(
     """Probes all starting points, then searches from the best."""
     effort, cp_size = EFFORTS[problem.effort], problem.cp_size
     mean_area = units.area.sum() / cp_size
-    order = np.lexsort((-units.area, -units.spare)).astype(np.int32)
-    capacity = (units.slots * units.slot, units.slot, units.split_chunks, units.light_area)
 
     def refine(owner: np.ndarray, area: float, moves: int, seed: int, temperature: float):
         owner, *loads = placement.refine(
-            owner, int(area * mean_area), moves, seed, effort.node_weight, temperature
+            owner,
+            int(area * mean_area),
+            moves,
+            seed,
+            effort.node_weight,
+            temperature,
+            effort.period,
         )
         return _score(loads, cp_size), owner
 
     def cost(found: tuple[_Score, np.ndarray]) -> float:
         return found[0].cost(effort.area_limit)
 
-    starts = [
+    site = Site(units, cp_size, node_size(problem), placement_maker(problem.engine))
+    regular = [
         start
         for start in starts
         if np.bincount(start, units.area, cp_size).max() <= MAX_START_IMBALANCE * mean_area
     ]
-    starts += [placement.greedy(order, capacity, tuple(weights)) for weights in STARTS]
+    starts = greedy_starts(site, placement)
+    if effort.node_first:
+        starts += dealt(site, placement)
+        starts += node_first_starts(site, placement, starts, effort.period)
     area = effort.rounds[-1].area
-    probes = [refine(start, area, effort.probe, PROBE_SEED, 0.0) for start in starts]
+    probes = [
+        refine(start, area, effort.probe, PROBE_SEED, effort.probe_temperature)
+        for start in regular + starts
+    ]
     probes.sort(key=cost)
     spans = np.diff(units.needs, axis=1).sum() / max(len(units.area), 1)
     moves = effort.work / (SPANS_OF_A_MOVE + spans) / effort.searches

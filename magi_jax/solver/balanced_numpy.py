@@ -4,37 +4,14 @@ It prices an exchange by measuring both ranks anew, where the compiled search up
 checks the other. See ``xla_ffi/solver``.
 """
 
+import collections
+
 import numpy as np
 
+from magi_jax.solver.balanced_search import FIXED_POINT, RESCALE_PERIOD, Search
 from magi_jax.solver.balanced_units import Units
 
-FIXED_POINT = float(2**32)
-LARGEST = 4.0  # relative load beyond which the potential is flat
-AREA_SLOPE, AREA_CURVE = 300.0, 30000.0
-HOPELESS = 4 << 32  # rise of the area penalty that no volume makes up for
-RESCALE_PERIOD = 2048
-TOURNAMENT = 3
 RANK_OVERLOAD, NODE_OVERLOAD = 100.0, 20.0
-MASK64 = (1 << 64) - 1
-
-
-class SplitMix64:
-    """The generator of Steele, Lea and Flood, "Fast splittable pseudorandom number generators"."""
-
-    def __init__(self, seed: int):
-        self._state = seed & MASK64
-
-    def next(self) -> int:
-        """The next 64 bits."""
-        self._state = (self._state + 0x9E3779B97F4A7C15) & MASK64
-        z = self._state
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
-        return z ^ (z >> 31)
-
-    def below(self, n: int) -> int:
-        """A number of ``[0, n)``."""
-        return (self.next() >> 32) * n >> 32
 
 
 class NumpyPlacement:
@@ -68,9 +45,9 @@ class NumpyPlacement:
         np.logical_or.at(needed, owner, self.sees)
         area = np.zeros(self.num_ranks, np.int64)
         np.add.at(area, owner, self.area)
-        return self._loads(needed, owner[self.home]), area
+        return self.loads(needed, owner[self.home]), area
 
-    def _loads(self, needed: np.ndarray, home: np.ndarray) -> np.ndarray:
+    def loads(self, needed: np.ndarray, home: np.ndarray) -> np.ndarray:
         """Loads, given which spans each rank needs ``[R, V]`` and who owns each span ``[V]``."""
         by_node = np.any(needed.reshape(self.num_nodes, self.per_node, -1), axis=1)
         loads = []
@@ -80,8 +57,12 @@ class NumpyPlacement:
             loads += [far @ self.rows, sent.astype(np.int64)]
         return np.concatenate(loads)
 
-    def greedy(self, order: np.ndarray, capacity: tuple, weights: tuple) -> np.ndarray:
-        """Owner of each unit after one pass in ``order``; see ``xla_ffi/solver/greedy.cc``."""
+    def greedy(
+        self, order: np.ndarray, capacity: tuple, weights: tuple, node: np.ndarray | None = None
+    ) -> np.ndarray | None:
+        """Owner of each unit after one pass in ``order``, each in its ``node`` if that is given; None when
+        a unit finds no room. See ``xla_ffi/solver/greedy.cc``.
+        """
         tokens, slot, part_slots, light_area = capacity
         volume, held, sent_weight, node_weight, node_held, area_limit = weights
         ranks, nodes = self.num_ranks, self.num_nodes
@@ -104,8 +85,10 @@ class NumpyPlacement:
                 fits = (room % slot >= size) | ((part_slots > 0) & (room >= slot))
             if self.spare[unit]:
                 fits = fits & (spares == 0)
+            if node is not None:
+                fits = fits & (node_of == node[unit])
             if not fits.any():
-                raise ValueError("the ranks have no room for all units")
+                return None
             need = self.rows * sees
             new_rows, node_new = ~holds @ need, ~node_holds @ need
             held_rows, node_held_rows = holds @ self.rows, node_holds @ self.rows
@@ -131,6 +114,52 @@ class NumpyPlacement:
             owner[unit] = best
         return owner
 
+    def deal(self, capacity: tuple) -> np.ndarray | None:
+        """Owner of each unit, dealt out in the order of the sequence, or None; see
+        ``xla_ffi/solver/deal.cc``.
+        """
+        tokens, slot, *_ = capacity
+        ranks = self.num_ranks
+        owner = np.full(len(self.area), -1, np.int32)
+        spares = np.flatnonzero(self.spare)[::-1]
+        if len(spares) > ranks:
+            return None
+        owner[spares] = ranks - 1 - np.arange(len(spares))
+        room = tokens - np.bincount(owner[spares], self.size[spares], ranks).astype(np.int64)
+        area = np.bincount(owner[spares], self.area[spares], ranks).astype(np.int64)
+        left = int(self.area.sum())
+        is_heavy = self.area > left / ranks / tokens * self.size
+        piles = [
+            [
+                collections.deque(np.flatnonzero(~self.spare.astype(bool) & (is_heavy == h) & p))
+                for p in (self.size == slot, self.size < slot)
+            ]
+            for h in (False, True)
+        ]
+
+        def first(pile: list, parts_only: bool) -> int:
+            heads = [queue[0] for queue in (pile[1:] if parts_only else pile) if queue]
+            return int(min(heads, default=-1))
+
+        for rank in range(ranks):
+            target = left / (ranks - rank)
+            while room[rank] > 0:
+                light, heavy = (first(pile, room[rank] % slot != 0) for pile in piles)
+                if light < 0 and heavy < 0:
+                    return None
+                takes_heavy = light < 0
+                if light >= 0 and heavy >= 0:
+                    wanted = (target - area[rank]) / room[rank]
+                    of_light, of_heavy = (self.area[u] / self.size[u] for u in (light, heavy))
+                    takes_heavy = wanted >= (of_light + of_heavy) / 2
+                unit = heavy if takes_heavy else light
+                piles[int(takes_heavy)][int(self.size[unit] < slot)].popleft()
+                owner[unit] = rank
+                room[rank] -= self.size[unit]
+                area[rank] += self.area[unit]
+            left -= int(area[rank])
+        return owner
+
     def refine(
         self,
         owner: np.ndarray,
@@ -139,133 +168,17 @@ class NumpyPlacement:
         seed: int,
         node_weight: float,
         temperature: float,
+        period: int = 0,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Owner of each unit after ``moves`` proposed exchanges, then its `measure`; see
         ``xla_ffi/solver/refine.cc``.
         """
         if not len(self.area) or self.num_ranks < 2:
             return owner.copy(), *self.measure(owner)
-        search = _Search(self, owner, area_limit, seed, node_weight)
+        search = Search(self, owner, area_limit, seed, node_weight)
         for k in range(moves):
             if k % RESCALE_PERIOD == 0:
                 search.rescale()
-            search.step(int(temperature * (1.0 - k / moves) * FIXED_POINT))
+            propose = search.double_step if period > 0 and k % period == 0 else search.step
+            propose(int(temperature * (1.0 - k / moves) * FIXED_POINT))
         return search.owner, search.loads, search.area
-
-
-class _Search:
-    """State of `NumpyPlacement.refine`."""
-
-    def __init__(
-        self,
-        placement: NumpyPlacement,
-        owner: np.ndarray,
-        area_limit: int,
-        seed: int,
-        node_weight: float,
-    ):
-        self.p, self.owner, self.random = placement, owner.copy(), SplitMix64(seed)
-        self.area_limit, self.node_weight = area_limit, node_weight
-        ranks = placement.num_ranks
-        self.inverse_mean = 1.0 / max(int(placement.area.sum()) / ranks, 1.0)
-        self.loads, self.area = placement.measure(owner)
-        self.units = [np.flatnonzero(owner == rank).tolist() for rank in range(ranks)]
-        self.spares = np.bincount(owner, weights=placement.spare, minlength=ranks).astype(np.int64)
-        self.counts = np.zeros((ranks, len(placement.rows)), np.int64)
-        np.add.at(self.counts, owner, placement.sees)
-        self.by_area = np.argsort(-placement.area, kind="stable").tolist()
-        self.area_place = np.argsort(self.by_area).tolist()
-
-    def rescale(self) -> None:
-        """Measures potentials against the largest load of ranks and of nodes."""
-        ranks = 2 * self.p.num_ranks
-        scale = [1.0 / max(int(part.max()), 1) for part in np.split(self.loads, [ranks])]
-        self.weight = np.repeat(scale, [ranks, len(self.loads) - ranks])
-        self.factor = np.repeat([1.0, self.node_weight], [ranks, len(self.loads) - ranks])
-        self.potential = self._potential(self.loads)
-        self.penalty = [self._penalty(int(area)) for area in self.area]
-
-    def step(self, tolerance: int) -> None:
-        """Proposes one exchange."""
-        bits = self.random.next()
-        u = self._draw_unit(bool(bits & 1))
-        v = -1 if u < 0 else self._draw_partner(u, bits >> 1)
-        if v < 0:
-            return
-        p, r, s = self.p, int(self.owner[u]), int(self.owner[v])
-        if r == s or p.size[u] != p.size[v]:
-            return
-        if p.spare[u] != p.spare[v] and self.spares[s if p.spare[u] else r] > 0:
-            return
-        gain = int(p.area[v] - p.area[u])
-        penalty_r = self._penalty(int(self.area[r]) + gain)
-        penalty_s = self._penalty(int(self.area[s]) - gain)
-        rise = penalty_r + penalty_s - self.penalty[r] - self.penalty[s]
-        if rise > HOPELESS + tolerance:
-            return
-        moved = p.sees[v].astype(np.int64) - p.sees[u]
-        self.counts[r] += moved
-        self.counts[s] -= moved
-        self.owner[u], self.owner[v] = s, r
-        loads = p._loads(self.counts > 0, self.owner[p.home])
-        potential = self._potential(loads)
-        rise += int((potential - self.potential).sum())
-        if rise > tolerance:
-            self.counts[r] -= moved
-            self.counts[s] += moved
-            self.owner[u], self.owner[v] = r, s
-            return
-        self.loads, self.potential = loads, potential
-        self.area[r] += gain
-        self.area[s] -= gain
-        self.penalty[r], self.penalty[s] = penalty_r, penalty_s
-        self.spares[r] += p.spare[v] - p.spare[u]
-        self.spares[s] += p.spare[u] - p.spare[v]
-        self.units[r][self.units[r].index(u)] = v
-        self.units[s][self.units[s].index(v)] = u
-
-    def _potential(self, loads: np.ndarray) -> np.ndarray:
-        x = np.minimum(loads * self.weight, LARGEST)
-        x = x * x
-        x = x * x
-        return (x * x * self.factor * FIXED_POINT).astype(np.int64)
-
-    def _penalty(self, area: int) -> int:
-        x = (area - self.area_limit) * self.inverse_mean
-        return 0 if x <= 0.0 else int((AREA_SLOPE * x + AREA_CURVE * x * x) * FIXED_POINT)
-
-    def _heat(self, rank: int) -> int:
-        received, sent = self.potential[rank], self.potential[self.p.num_ranks + rank]
-        return int(received) + int(sent) + self.penalty[rank]
-
-    def _draw_unit(self, hot: bool) -> int:
-        below = self.random.below
-        if not hot:
-            return below(len(self.owner))
-        rank = below(self.p.num_ranks)
-        for _ in range(TOURNAMENT):
-            other = below(self.p.num_ranks)
-            if self._heat(other) > self._heat(rank):
-                rank = other
-        units = self.units[rank]
-        return units[below(len(units))] if units else -1
-
-    def _draw_partner(self, u: int, bits: int) -> int:
-        below, count = self.random.below, len(self.owner)
-        narrow = bool(bits & 2)
-        if not bits & 1:
-            if not bits & 4:
-                return below(count)
-            width = 8 if narrow else 64
-            place = self.area_place[u] + below(2 * width + 1) - width
-            return self.by_area[place] if 0 <= place < count else -1
-        width = 4 if narrow else 24
-        neighbour = u + below(2 * width + 1) - width
-        if not 0 <= neighbour < count:
-            return -1
-        units = self.units[self.owner[neighbour]]
-        start = below(len(units))
-        if bits & 4:
-            return units[start]
-        like = [v for v in units[start:] + units[:start] if self.p.size[v] == self.p.size[u]]
-        return min(like, key=lambda v: abs(int(self.p.area[v] - self.p.area[u])), default=-1)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from magi_jax import masks
 from magi_jax.masks import bands
 from magi_jax.solver import dispatch, remote
-from magi_jax.solver.balanced import STARTS, balanced, placement_maker
+from magi_jax.solver.balanced import balanced, placement_maker
+from magi_jax.solver.balanced_starts import GREEDY, Site, node_first_starts
 from magi_jax.solver.balanced_units import make_units
 from magi_jax.solver.dispatch import DispatchProblem
 from magi_jax.testing.cases import mask_cases
@@ -91,7 +92,8 @@ def test_loads_are_those_of_the_dense_mask(name, engine):
 
 
 @pytest.mark.parametrize("name", sorted(SQUARE))
-def test_engines_take_the_same_steps(name):
+@pytest.mark.parametrize("period", [0, 3])
+def test_engines_take_the_same_steps(name, period):
     """The compiled search updates counts and the twin measures anew, so each checks the other."""
     problem = problem_of(SQUARE[name], 8, 8)
     units = make_units(problem)
@@ -99,14 +101,53 @@ def test_engines_take_the_same_steps(name):
     capacity = (units.slots * units.slot, units.slot, units.split_chunks, units.light_area)
     limit = int(1.01 * units.area.sum() / 8)
     engines = [placement_maker(engine)(units, 8, 2) for engine in ("compiled", "numpy")]
-    weights = tuple(STARTS[len(name) % len(STARTS)])
+    weights = tuple(GREEDY[len(name) % len(GREEDY)])
     start, twin_start = (engine.greedy(order, capacity, weights) for engine in engines)
     assert start.tolist() == twin_start.tolist()
-    found, twin = (engine.refine(start, limit, 800, 7, 0.5, 0.5) for engine in engines)
+    found, twin = (engine.refine(start, limit, 800, 7, 0.5, 0.5, period) for engine in engines)
     for of_compiled, of_numpy in zip(found, twin, strict=True):
         assert of_compiled.tolist() == of_numpy.tolist()
     for loads, measured in zip(found[1:], engines[1].measure(found[0]), strict=True):
         assert loads.tolist() == measured.tolist()
+
+
+def as_list(owner):
+    return None if owner is None else owner.tolist()
+
+
+@pytest.mark.parametrize("name", sorted(SQUARE))
+@pytest.mark.parametrize("fineness", [0, 2])
+def test_engines_deal_and_fill_alike(name, fineness):
+    mask = SQUARE[name]
+    units = make_units(problem_of(mask, 16, 8), fineness)
+    compiled, twin = (
+        Site(units, 8, 2, placement_maker(engine)) for engine in ("compiled", "numpy")
+    )
+    node = np.random.default_rng(len(name)).integers(0, 4, len(units.area)).astype(np.int32)
+    node = np.sort(node)  # few nodes overflow, so that both outcomes occur
+    for call in (
+        lambda placement: placement.deal(compiled.capacity),
+        lambda placement: placement.greedy(
+            compiled.order, compiled.capacity, tuple(GREEDY[0]), node
+        ),
+    ):
+        found = (call(site.make_placement(units, 8, 2)) for site in (compiled, twin))
+        assert as_list(next(found)) == as_list(next(found))
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_dealing_and_settling_nodes_first_keep_places_and_nodes(name):
+    units = make_units(problem_of(mask_cases(8192)[name], 64, 16, ranks_per_node=4))
+    site = Site(units, 16, 4, placement_maker("compiled"))
+    placement = site.make_placement(units, 16, 4)
+    starts = [placement.greedy(site.order, site.capacity, tuple(weights)) for weights in GREEDY]
+    dealt = placement.deal(site.capacity)
+    found = node_first_starts(site, placement, starts, 8)
+    assert found
+    for owner in (*found, *([] if dealt is None else [dealt])):
+        tokens = np.bincount(owner, units.size, 16)
+        assert (tokens == units.slots * units.slot).all()
+        assert np.bincount(owner, units.spare, 16).max() <= 1
 
 
 @pytest.mark.parametrize("name", TRAINING)

@@ -3,8 +3,10 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -51,27 +53,41 @@ class PlacementProblem {
                 ranks_per_node};
   }
 
-  Array<int32_t> RunGreedy(
+  // Owners, or None when a unit finds no room.
+  std::optional<Array<int32_t>> RunGreedy(
       const Array<int32_t>& order, std::tuple<int64_t, int32_t, int32_t, double> capacity,
-      std::tuple<double, double, double, double, double, double> weights) const {
+      std::tuple<double, double, double, double, double, double> weights,
+      const std::optional<Array<int32_t>>& node) const {
     CheckUnits(order);
+    if (node) CheckNumbers(*node, problem_.num_nodes(), "one node per unit is needed");
     Array<int32_t> owner(problem_.num_units);
     const auto [tokens, slot, part_slots, light_area] = capacity;
-    const auto [volume, held, sent, node, node_held, area_limit] = weights;
+    const auto [volume, held, sent, node_weight, node_held, area_limit] = weights;
     if (!Greedy(problem_, order.data(), {tokens, slot, part_slots, light_area},
-                {volume, held, sent, node, node_held, area_limit}, owner.mutable_data()))
-      throw std::invalid_argument("the ranks have no room for all units");
+                {volume, held, sent, node_weight, node_held, area_limit},
+                node ? node->data() : nullptr, owner.mutable_data()))
+      return std::nullopt;
+    return owner;
+  }
+
+  // Owners, or None where parts of chunks would leave places half empty.
+  std::optional<Array<int32_t>> RunDeal(
+      std::tuple<int64_t, int32_t, int32_t, double> capacity) const {
+    Array<int32_t> owner(problem_.num_units);
+    const auto [tokens, slot, part_slots, light_area] = capacity;
+    if (!Deal(problem_, {tokens, slot, part_slots, light_area}, owner.mutable_data()))
+      return std::nullopt;
     return owner;
   }
 
   // (owner, rows, area) as RunMeasure gives them.
   py::tuple RunRefine(const Array<int32_t>& owner, int64_t area_limit, int64_t moves, uint64_t seed,
-                      double node_weight, double temperature) const {
+                      double node_weight, double temperature, int64_t period) const {
     CheckOwner(owner);
     Array<int32_t> out(problem_.num_units);
     std::copy(owner.data(), owner.data() + owner.size(), out.mutable_data());
-    const Loads loads =
-        Refine(problem_, {area_limit, moves, seed, node_weight, temperature}, out.mutable_data());
+    const Loads loads = Refine(
+        problem_, {area_limit, moves, seed, node_weight, temperature, period}, out.mutable_data());
     return py::make_tuple(out, Array<int64_t>(loads.rows.size(), loads.rows.data()),
                           Array<int64_t>(loads.area.size(), loads.area.data()));
   }
@@ -84,19 +100,17 @@ class PlacementProblem {
   }
 
  private:
+  void CheckNumbers(const Array<int32_t>& numbers, int32_t limit, const char* what) const {
+    if (numbers.size() != problem_.num_units) throw std::invalid_argument(what);
+    for (py::ssize_t i = 0; i < numbers.size(); ++i)
+      if (numbers.data()[i] < 0 || numbers.data()[i] >= limit)
+        throw std::invalid_argument("a unit, an owner or a node is out of range");
+  }
   void CheckUnits(const Array<int32_t>& units) const {
-    if (units.size() != problem_.num_units)
-      throw std::invalid_argument("one entry per unit is needed");
-    for (py::ssize_t i = 0; i < units.size(); ++i)
-      if (units.data()[i] < 0 || units.data()[i] >= problem_.num_units)
-        throw std::invalid_argument("a unit is out of range");
+    CheckNumbers(units, problem_.num_units, "one entry per unit is needed");
   }
   void CheckOwner(const Array<int32_t>& owner) const {
-    if (owner.size() != problem_.num_units)
-      throw std::invalid_argument("one owner per unit is needed");
-    for (py::ssize_t i = 0; i < owner.size(); ++i)
-      if (owner.data()[i] < 0 || owner.data()[i] >= problem_.num_ranks)
-        throw std::invalid_argument("an owner is out of range");
+    CheckNumbers(owner, problem_.num_ranks, "one owner per unit is needed");
   }
 
   Array<int64_t> area_;
@@ -112,8 +126,12 @@ PYBIND11_MODULE(_planner, m) {
   py::class_<PlacementProblem>(m, "PlacementProblem")
       .def(py::init<Array<int64_t>, Array<int32_t>, Array<int32_t>, Array<int32_t>, Array<int32_t>,
                     Array<int32_t>, Array<int32_t>, int32_t, int32_t>())
-      .def("greedy", &PlacementProblem::RunGreedy)
-      .def("refine", &PlacementProblem::RunRefine)
+      .def("greedy", &PlacementProblem::RunGreedy, py::arg("order"), py::arg("capacity"),
+           py::arg("weights"), py::arg("node") = std::nullopt)
+      .def("refine", &PlacementProblem::RunRefine, py::arg("owner"), py::arg("area_limit"),
+           py::arg("moves"), py::arg("seed"), py::arg("node_weight"), py::arg("temperature"),
+           py::arg("period") = 0)
+      .def("deal", &PlacementProblem::RunDeal)
       .def("measure", &PlacementProblem::RunMeasure);
 }
 

@@ -76,7 +76,7 @@ constexpr double kNodeOverload = 20.0;
 }  // namespace
 
 bool Greedy(const Problem& problem, const int32_t* order, const Capacity& capacity,
-            const GreedyWeights& weights, int32_t* owner) {
+            const GreedyWeights& weights, const int32_t* node, int32_t* owner) {
   const int32_t num_ranks = problem.num_ranks, per_node = problem.ranks_per_node;
   Holders ranks(problem, num_ranks), nodes(problem, problem.num_nodes());
   std::vector<int32_t> node_of(num_ranks);
@@ -108,7 +108,9 @@ bool Greedy(const Problem& problem, const int32_t* order, const Capacity& capaci
     }
     int32_t best = -1;
     double best_cost = std::numeric_limits<double>::infinity();
-    for (int32_t r = 0; r < num_ranks; ++r) {
+    const int32_t begin = node ? node[unit] * per_node : 0;
+    const int32_t end = node ? begin + per_node : num_ranks;
+    for (int32_t r = begin; r < end; ++r) {
       const bool fits =
           whole ? room[r] >= size
                 : room[r] % capacity.slot >= size || (part_slots > 0 && room[r] >= capacity.slot);

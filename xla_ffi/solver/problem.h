@@ -66,12 +66,17 @@ struct RefineOptions {
   uint64_t seed;
   double node_weight;  // of the loads of nodes against those of ranks
   double temperature;  // rise of the potential that is accepted at first; falls linearly to 0
+  int64_t period;      // every so many proposals is a pair of exchanges; 0 = none
 };
 
 // Gives every unit of `order` (all U of them) to a rank; writes owner [U]. False when a unit finds
-// no room.
+// no room. `node` [U], where it is not null, says to which node each unit goes.
 bool Greedy(const Problem& problem, const int32_t* order, const Capacity& capacity,
-            const GreedyWeights& weights, int32_t* owner);
+            const GreedyWeights& weights, const int32_t* node, int32_t* owner);
+
+// Deals all units out in the order of the sequence, heavy and light ones by turns, so that ranks
+// and nodes hold few runs of them; writes owner [U]. False when places would be left half empty.
+bool Deal(const Problem& problem, const Capacity& capacity, int32_t* owner);
 
 // Improves owner [U] by exchanging pairs of units between ranks; returns its loads.
 Loads Refine(const Problem& problem, const RefineOptions& options, int32_t* owner);

@@ -22,6 +22,7 @@ constexpr int64_t kHopeless = int64_t{4}
                               << 32;  // rise of the area penalty that no volume makes up for
 constexpr int64_t kRescalePeriod = 2048;
 constexpr int32_t kTournament = 3;
+constexpr int32_t kRepairs = 24, kRepairWidth = 12;
 
 class SplitMix64 {
  public:
@@ -70,7 +71,12 @@ class Search {
     for (int64_t k = 0; k < options_.moves; ++k) {
       if (k % kRescalePeriod == 0) Rescale();
       const double cooling = options_.temperature * (1.0 - static_cast<double>(k) / options_.moves);
-      Step(static_cast<int64_t>(cooling * kFixedPoint));
+      const auto tolerance = static_cast<int64_t>(cooling * kFixedPoint);
+      if (options_.period > 0 && k % options_.period == 0) {
+        DoubleStep(tolerance);
+      } else {
+        Step(tolerance);
+      }
     }
     std::copy(placement_.owner().begin(), placement_.owner().end(), owner);
     return {placement_.loads(), placement_.area()};
@@ -148,32 +154,105 @@ class Search {
     return best;
   }
 
+  bool MayTrade(int32_t u, int32_t v) const {
+    if (u < 0 || v < 0) return false;
+    const int32_t r = placement_.owner()[u], s = placement_.owner()[v];
+    if (r == s || p_.size[u] != p_.size[v]) return false;
+    return p_.spare[u] == p_.spare[v] || spares_[p_.spare[u] ? s : r] == 0;
+  }
+
+  // Rise of the penalty when u and v trade ranks.
+  int64_t PriceArea(int32_t u, int32_t v) {
+    const int32_t r = placement_.owner()[u], s = placement_.owner()[v];
+    const int64_t gain = p_.area[v] - p_.area[u];
+    new_penalty_[0] = Penalty(placement_.area()[r] + gain);
+    new_penalty_[1] = Penalty(placement_.area()[s] - gain);
+    return new_penalty_[0] + new_penalty_[1] - penalty_[r] - penalty_[s];
+  }
+
+  // Rise of the potential of all rows, which the placement keeps in mind.
+  int64_t PriceRows(int32_t u, int32_t v) {
+    placement_.Price(u, v);
+    int64_t rise = 0;
+    for (int32_t i : placement_.touched)
+      rise += Potential(i, placement_.loads()[i] + placement_.change[i]) - potential_[i];
+    return rise;
+  }
+
+  // Carries out the exchange that was priced last.
+  void Trade(int32_t u, int32_t v) {
+    const int32_t r = placement_.owner()[u], s = placement_.owner()[v];
+    placement_.Apply(u, v);
+    for (int32_t i : placement_.touched) potential_[i] = Potential(i, placement_.loads()[i]);
+    penalty_[r] = new_penalty_[0], penalty_[s] = new_penalty_[1];
+    spares_[r] += p_.spare[v] - p_.spare[u];
+    spares_[s] += p_.spare[u] - p_.spare[v];
+    units_[r][slot_[u]] = v, units_[s][slot_[v]] = u;
+    std::swap(slot_[u], slot_[v]);
+  }
+
   void Step(int64_t tolerance) {
     const uint64_t bits = random_.Next();
     const int32_t u = DrawUnit(bits & 1);
     const int32_t v = u < 0 ? -1 : DrawPartner(u, bits >> 1);
-    if (v < 0) return;
-    const int32_t r = placement_.owner()[u], s = placement_.owner()[v];
-    if (r == s || p_.size[u] != p_.size[v]) return;
-    if (p_.spare[u] != p_.spare[v] && spares_[p_.spare[u] ? s : r] > 0) return;
-    const int64_t gain = p_.area[v] - p_.area[u];
-    const int64_t penalty_r = Penalty(placement_.area()[r] + gain);
-    const int64_t penalty_s = Penalty(placement_.area()[s] - gain);
-    int64_t rise = penalty_r + penalty_s - penalty_[r] - penalty_[s];
+    if (!MayTrade(u, v)) return;
+    int64_t rise = PriceArea(u, v);
     if (rise > kHopeless + tolerance) return;
-    placement_.Price(u, v);
-    for (int32_t i : placement_.touched)
-      rise += Potential(i, placement_.loads()[i] + placement_.change[i]) - potential_[i];
-    if (rise <= tolerance) {
-      placement_.Apply(u, v);
-      for (int32_t i : placement_.touched) potential_[i] = Potential(i, placement_.loads()[i]);
-      penalty_[r] = penalty_r, penalty_[s] = penalty_s;
-      spares_[r] += p_.spare[v] - p_.spare[u];
-      spares_[s] += p_.spare[u] - p_.spare[v];
-      units_[r][slot_[u]] = v, units_[s][slot_[v]] = u;
-      std::swap(slot_[u], slot_[v]);
-    }
+    rise += PriceRows(u, v);
+    if (rise <= tolerance) Trade(u, v);
     placement_.Forget();
+  }
+
+  // The rank with the highest loads.
+  int32_t Hottest() const {
+    int32_t best = 0;
+    for (int32_t r = 1; r < p_.num_ranks; ++r)
+      if (Heat(r) > Heat(best)) best = r;
+    return best;
+  }
+
+  // An exchange that rows ask for, and a second one that mends the balance after it.
+  void DoubleStep(int64_t tolerance) {
+    const uint64_t bits = random_.Next();
+    const int32_t hot = bits & 1 ? Hottest() : random_.Below(p_.num_ranks);
+    if (units_[hot].empty()) return;
+    const int32_t u = units_[hot][random_.Below(units_[hot].size())];
+    const int32_t v = bits & 2 ? random_.Below(p_.num_units) : DrawPartner(u, bits >> 2);
+    if (!MayTrade(u, v)) return;
+    const int64_t area_rise = PriceArea(u, v), rows_rise = PriceRows(u, v);
+    if (rows_rise > tolerance) return placement_.Forget();
+    const int32_t r = placement_.owner()[u], s = placement_.owner()[v];
+    Trade(u, v);
+    placement_.Forget();
+    const int64_t rise = area_rise + rows_rise;
+    if (rise <= tolerance) return;
+    const int32_t heavy = penalty_[r] > penalty_[s] ? r : s;
+    for (int32_t i = 0; i < kRepairs; ++i) {
+      const int32_t x = units_[heavy][random_.Below(units_[heavy].size())];
+      const int64_t target = p_.area[x] - (placement_.area()[heavy] - options_.area_limit);
+      const int32_t place = PlaceOfArea(target) + random_.Below(kRepairWidth);
+      if (place >= p_.num_units) continue;
+      const int32_t y = by_area_[place];
+      if (!MayTrade(x, y)) continue;
+      int64_t second = PriceArea(x, y);
+      if (rise + second > tolerance + kHopeless) continue;
+      second += PriceRows(x, y);
+      const bool accepted = rise + second <= tolerance;
+      if (accepted) Trade(x, y);
+      placement_.Forget();
+      if (accepted) return;
+    }
+    PriceArea(u, v);
+    placement_.Price(u, v);
+    Trade(u, v);
+    placement_.Forget();
+  }
+
+  // First place of `by_area_` whose unit is no heavier than `area`.
+  int32_t PlaceOfArea(int64_t area) const {
+    return std::partition_point(by_area_.begin(), by_area_.end(),
+                                [&](int32_t u) { return p_.area[u] > area; }) -
+           by_area_.begin();
   }
 
   const Problem& p_;
@@ -184,6 +263,7 @@ class Search {
   std::vector<double> weight_;               // [2 R + 2 D] one over the largest load of the kind
   std::vector<int64_t> potential_;           // [2 R + 2 D]
   std::vector<int64_t> penalty_;             // [R]
+  int64_t new_penalty_[2];                   // of the two ranks of the exchange priced last
   std::vector<std::vector<int32_t>> units_;  // [R] units of each rank
   std::vector<int32_t> slot_;                // [U] place of the unit in its rank's list
   std::vector<int32_t> spares_;              // [R]
