@@ -50,7 +50,9 @@ def attention_staging_bytes(
     """
     dims = head_dim + (head_dim if v_head_dim is None else v_head_dim)
     size, reduce_size = jnp.dtype(dtype).itemsize, jnp.dtype(reduce_dtype).itemsize
-    comm = [*spec.comm, *(spec.backward.comm if spec.backward else ())]
+    directions = [spec.forward_stages, spec.backward_stages]
+    comm = [each for stages in directions for each in stages.comm]
+    comm += [stages.late.comm for stages in directions if stages.late is not None]
     stages = staging_bytes(comm, num_kv_heads * dims * size, num_kv_heads * dims * reduce_size)
     if spec.travel is None:
         return stages

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from magi_jax.comm import InFlight, Transport, finish, start_cast, start_reduce
 from magi_jax.ops import Implementation, add_sinks, sinks_gradient
 from magi_jax.ops.lse import max_of_rows
+from magi_jax.parallel.late import Late
 from magi_jax.parallel.overlap import after, barrier, behind
 from magi_jax.parallel.travelling import Travel, merge_returned
-from magi_jax.plan import AttentionPlan, CommMeta
+from magi_jax.plan import AttentionPlan, CommMeta, LateTables
 
 KeysValues = tuple[jax.Array, jax.Array]
 Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]  # q, k, v, sinks
@@ -53,22 +54,27 @@ class Stages:
         self, operands: Operands, plan: AttentionPlan
     ) -> tuple[jax.Array, jax.Array, tuple[KeysValues, ...], jax.Array | None]:
         """Returns ``out [T, N, Hv]`` in the dtype of q, ``lse [T, N]`` float32, the remote keys and
-        values of each stage if they are kept, and the largest logits ``[N]`` of this rank's rows if
-        they are asked for.
+        values of each stage, and those of late queries, if they are kept, and the largest logits ``[N]``
+        of this rank's rows if they are asked for.
         """
         q, k, v, sinks = operands
         options = self._kernel_options() | {"with_row_max": self.with_max_logits}
         attend = self.implementation.forward
         remote = _Prefetch(self, (k, v), plan.comm)
+        late = self._late(plan.late)
+        of_late_keys = late.fetch((k, v)) if late else None
         travel, returned = self._travel(plan), None
-        of_visitors: list[jax.Array] = []
+        others: list[jax.Array] = []  # largest logits of visitors and of late queries
         visitors = travel.send((q,)) if travel else ()
-        table = remote.behind_start(plan.calc[0])
-        out, lse, *row_max = attend(q, k, v, table, out_dtype=jnp.float32, **options)
+        table = behind(remote.behind_start(plan.calc[0]), of_late_keys)
+        # Nothing is merged into what is the only result.
+        is_final = not plan.comm and travel is None and sinks is None
+        out_dtype = q.dtype if is_final else jnp.float32
+        out, lse, *row_max = attend(q, k, v, table, out_dtype=out_dtype, **options)
         if travel:
             visitors, (out, lse) = barrier(visitors, (out, lse))
             attend_visitors = functools.partial(attend, **options)
-            returned, of_visitors = travel.attend(attend_visitors, visitors, (k, v))
+            returned, others = travel.attend(attend_visitors, visitors, (k, v))
         kept = []
         for stage, table in enumerate(plan.calc[1:]):
             keys_values, merged = remote.take(stage, (out, lse))
@@ -76,10 +82,16 @@ class Stages:
             kept.append(keys_values)
             out, lse, *more = attend(q, *keys_values, table, accumulate=merged, **options)
             row_max = list(map(jnp.maximum, row_max, more))
+        if late:
+            keys_values, merged = late.take(of_late_keys, (out, lse))
+            kept.append(keys_values)
+            attend_late = functools.partial(attend, **options)
+            (out, lse), more = late.attend(attend_late, q, keys_values, merged)
+            others = [*others, *more]
         out, lse = merge_returned((out, lse), returned)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
-        max_logits = max_of_rows(jnp.concatenate([*row_max, *of_visitors])) if row_max else None
+        max_logits = max_of_rows(jnp.concatenate([*row_max, *others])) if row_max else None
         return out.astype(q.dtype), lse, tuple(kept) if self.keep_remote_kv else (), max_logits
 
     def backward(
@@ -108,15 +120,21 @@ class Stages:
         stages = plan.forward_stages if self.keep_remote_kv else plan.backward_stages
         # Tied to the cotangents: it must not start before, nor be merged with the forward pass's
         # transfer, whose result would then be kept alive in between.
-        remote = _Prefetch(self, (k, v), after(stages.comm, dout), kept)
-        dout = remote.behind_start(dout)
+        remote = _Prefetch(self, (k, v), after(stages.comm, dout), kept[: len(stages.comm)])
+        late = self._late(after(stages.late, dout), *kept[len(stages.comm) :])
+        of_late_keys = late.fetch((k, v)) if late else None
+        dout = behind(remote.behind_start(dout), of_late_keys)
         delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
         rows = (dout, q, lse, delta)
         travel, returned_dq = self._travel(plan), None
         visitors = travel.send(rows) if travel else ()
         # Own keys come last: their gradients stay, and hide the way back of the last stage's.
         remote_dq, dkv, returning = self._remote_gradients(gradients, rows, remote, stages)
-        dq, *own_dkv = gradients(rows, (k, v), behind(stages.calc[0], returning))
+        of_late = None
+        if late:
+            late_dq, of_late = late.differentiate(gradients, rows, of_late_keys)
+        table = behind(behind(stages.calc[0], returning), of_late)
+        dq, *own_dkv = gradients(rows, (k, v), table)
         if travel:
             visitors, (dq, *own_dkv) = barrier(visitors, (dq, *own_dkv))
             returned_dq, visitors_dkv = travel.differentiate(gradients, visitors, (k, v))
@@ -124,12 +142,18 @@ class Stages:
         if returning is not None:
             returning, dq = barrier(returning, dq)
             dkv = _add(dkv, finish(returning, self.transport))
+        if of_late is not None:
+            of_late, dq = barrier(of_late, dq)
+            dkv = _add(dkv, finish(of_late, self.transport))
         dq = dq if remote_dq is None else remote_dq + dq
         if returned_dq is not None:
             dq = dq + returned_dq
+        dq = dq.astype(q.dtype)
+        if late:
+            dq = late.put_gradient(dq, late_dq)
         dk, dv = self._sum_shared(_add(dkv, own_dkv))
         dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
-        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
+        return dq, dk.astype(k.dtype), dv.astype(v.dtype), dsinks
 
     def _remote_gradients(self, gradients, rows, remote: "_Prefetch", stages):
         """Of all remote stages: dQ, what has come back of dK and dV, and what is still on its way;
@@ -152,6 +176,11 @@ class Stages:
         if plan.travel is None:
             return None
         return Travel(plan.travel, self.axis_name, self.transport, self.reduce_dtype)
+
+    def _late(self, tables: LateTables | None, kept: KeysValues | None = None) -> Late | None:
+        if tables is None:
+            return None
+        return Late(tables, self.axis_name, self.transport, self.reduce_dtype, kept)
 
     def _kernel_options(self) -> dict[str, Any]:
         return {"scale": self.scale, "logits_soft_cap": self.logits_soft_cap}

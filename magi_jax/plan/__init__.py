@@ -9,6 +9,7 @@ from magi_jax.plan.spec import CommSpec, PlanSpec, StagesSpec, TableSpec, Travel
 from magi_jax.plan.tables import (
     CommMeta,
     DispatchMeta,
+    LateTables,
     SliceTable,
     StageTables,
     TravelTables,
@@ -22,6 +23,7 @@ __all__ = [
     "CommMeta",
     "CommSpec",
     "DispatchMeta",
+    "LateTables",
     "PlanConfig",
     "PlanReport",
     "PlanSpec",

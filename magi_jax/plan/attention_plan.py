@@ -25,6 +25,7 @@ from magi_jax.plan.tables import (
     Array,
     CommMeta,
     DispatchMeta,
+    LateTables,
     SliceTable,
     StageTables,
     TravelTables,
@@ -37,7 +38,7 @@ from magi_jax.solver.work import Keys
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("dispatch", "calc", "comm", "rolls", "backward", "travel"),
+    data_fields=("dispatch", "calc", "comm", "rolls", "backward", "travel", "late"),
     meta_fields=("spec",),
     drop_fields=("planning_ms",),
 )
@@ -57,6 +58,7 @@ class AttentionPlan:
         spec: static sizes.
         backward: stages of the backward pass; None where it shares ``calc`` and ``comm``.
         travel: queries that go to the owners of their keys; None where none travel.
+        late: queries that the forward pass computes last and at once; None where there are none.
         planning_ms: time that planning took, for reports; not part of the tree, so None after any
             transformation of it.
     """
@@ -68,6 +70,7 @@ class AttentionPlan:
     spec: PlanSpec
     backward: StageTables | None = None
     travel: TravelTables | None = None
+    late: LateTables | None = None
     planning_ms: float | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -78,7 +81,7 @@ class AttentionPlan:
     @property
     def forward_stages(self) -> StageTables:
         """What the stages of the forward pass read."""
-        return StageTables(self.calc, self.comm)
+        return StageTables(self.calc, self.comm, self.late)
 
     @property
     def backward_stages(self) -> StageTables:
@@ -254,9 +257,17 @@ def assemble(
         keys=keys,
         **spec_of(tables),
     )
-    calc, comm = tables.forward.calc, tables.forward.comm
+    forward, backward, travel = tables
     return AttentionPlan(
-        dispatched, calc, comm, rolls, spec, tables.backward, tables.travel, planning_ms
+        dispatched,
+        forward.calc,
+        forward.comm,
+        rolls,
+        spec,
+        backward,
+        travel,
+        forward.late,
+        planning_ms,
     )
 
 

@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass, field
 
-from magi_jax.plan.lay_out_work import Overlap
+from magi_jax.plan.lay_out_work import AUTO, LATE, Overlap
 from magi_jax.plan.solve import Travelling
 from magi_jax.solver.balanced import EFFORTS
 from magi_jax.solver.cost_model import CostModel
@@ -28,9 +28,10 @@ class PlanConfig:
         effort: "fast" for planning every batch, "high" for planning ahead in background workers; how
             long "balanced" searches.
         engine: "compiled" or "numpy"; both make the same plans, in milliseconds and in seconds.
-        overlap: number of remote stages (at least 1), of both directions or ``(forward, backward)``, or
-            "auto": for each direction the number from 1 to 4 for which ``cost_model`` predicts the least
-            time.
+        overlap: number of remote stages (at least 1), of both directions or ``(forward, backward)``;
+            "late": none, but queries that need remote keys are computed last and at once; or "auto": what
+            ``cost_model`` predicts to take least time, of late queries where they are few and, for each
+            direction, of 1 to 4 stages.
         travelling: query rows that go to the owners of their keys instead of having keys brought: "auto",
             where ``cost_model`` predicts less time for it; "never"; or rising disjoint ranges
             ``((begin, end), ...)``.
@@ -74,9 +75,9 @@ class PlanConfig:
     def _check_overlap(self) -> None:
         counts = self.overlap if isinstance(self.overlap, tuple) else (self.overlap,) * 2
         numbers = len(counts) == 2 and all(isinstance(n, int) and n >= 1 for n in counts)
-        if self.overlap != "auto" and not numbers:
+        if self.overlap not in (AUTO, LATE) and not numbers:
             raise ValueError(
-                'overlap must be "auto", an integer of at least 1, or a pair of them, got'
+                'overlap must be "auto", "late", an integer of at least 1, or a pair of them, got'
                 f" {self.overlap!r}"
             )
 

@@ -6,16 +6,19 @@ import numpy as np
 
 from magi_jax.plan.frame import Frame, does_not_fit
 from magi_jax.plan.lay_out import comm_meta, empty_comm
+from magi_jax.plan.lay_out_late import empty_late, late_tables
 from magi_jax.plan.slice_table import build_table, empty_table, exact_spec
-from magi_jax.plan.spec import CommSpec, PlanSpec, StagesSpec, TableSpec, TravelSpec
-from magi_jax.plan.tables import SliceTable, StageTables, TravelTables
+from magi_jax.plan.spec import CommSpec, LateSpec, PlanSpec, StagesSpec, TableSpec, TravelSpec
+from magi_jax.plan.tables import LateTables, SliceTable, StageTables, TravelTables
 from magi_jax.solver import transfer
+from magi_jax.solver.late import MOST_LATE, LateWork, find_late, predict_us
 from magi_jax.solver.overlap import Counts, Machine, choose_stages
 from magi_jax.solver.stages import Staged, StageSlices
 from magi_jax.solver.work import Travel, Work
 
-# Number of remote stages: "auto", one for both directions, or (forward, backward).
+# "auto", "late", or the number of remote stages: one for both directions, or (forward, backward).
 Overlap = int | str | tuple[int, int]
+AUTO, LATE = "auto", "late"
 
 
 class WorkTables(NamedTuple):
@@ -38,7 +41,7 @@ def lay_out_work(
     Args:
         work: what the layout asks for.
         frame: identities.
-        overlap: number of remote stages.
+        overlap: number of remote stages, or queries that are late instead of them.
         spec: sizes to lay out in; settles what ``overlap`` leaves open.
         machine: what to predict times for.
 
@@ -47,15 +50,37 @@ def lay_out_work(
     """
     travel = _lay_out_travel(work, frame, spec)
     counts = _counts(overlap, work)
+    late = _possible_late(work, frame, overlap, spec)
+    if spec is not None and late is not None and overlap == LATE:
+        return WorkTables(*_late_in(late, work, frame, spec), travel)
     if spec is not None:
-        return WorkTables(*_lay_out_in(work, frame, counts, spec, machine), travel)
+        return WorkTables(*_lay_out_in(work, late, frame, counts, spec, machine), travel)
+    if late is not None and overlap == LATE:
+        return WorkTables(_lay_out_late(late, work, frame, None), None, travel)
     choice = choose_stages(work, frame.local_len, machine, counts)
+    if late is not None and predict_us(late, machine) < choice.predicted_us:
+        return WorkTables(_lay_out_late(late, work, frame, None), None, travel)
     forward = _lay_out_stages(choice.forward, work, frame, None)
     if choice.backward is choice.forward:
         return WorkTables(forward, None, travel)
     # The local stage is the same however many others there are.
     backward = _lay_out_stages(choice.backward, work, frame, None, local=forward.calc[0])
     return WorkTables(forward, backward, travel)
+
+
+def _possible_late(
+    work: Work, frame: Frame, overlap: Overlap, spec: PlanSpec | None
+) -> LateWork | None:
+    """The work with late queries, where they may be; with "auto" where there are few or a spec has room."""
+    if work.layout.cp_size == 1 or work.keys.layout is None or overlap not in (AUTO, LATE):
+        return None
+    if overlap == LATE and work.travel is not None:
+        raise ValueError('overlap="late" goes with travelling="never": queries do one or the other')
+    if work.travel is not None or (overlap == AUTO and spec is not None and spec.late is None):
+        return None
+    late = find_late(work, frame.tile_size, frame.local_len)
+    may_be_many = overlap == LATE or spec is not None
+    return late if may_be_many or late.share(frame.local_len) <= MOST_LATE else None
 
 
 def _counts(overlap: Overlap, work: Work) -> Counts:
@@ -68,11 +93,44 @@ def _counts(overlap: Overlap, work: Work) -> Counts:
 
 
 def _lay_out_in(
+    work: Work,
+    late: LateWork | None,
+    frame: Frame,
+    counts: Counts,
+    spec: PlanSpec,
+    machine: Machine,
+) -> tuple[StageTables, StageTables | None]:
+    """Both directions in given sizes: with late queries or in stages, what is predicted faster and fits."""
+    if late is None:
+        return _stages_in(work, frame, counts, spec, machine)
+    if not spec.comm:
+        return _late_in(late, work, frame, spec)
+    ways = [
+        lambda: _late_in(late, work, frame, spec),
+        lambda: _stages_in(work, frame, counts, spec, machine),
+    ]
+    staged_us = choose_stages(work, frame.local_len, machine, counts).predicted_us
+    if predict_us(late, machine) > staged_us:
+        ways.reverse()
+    try:
+        return ways[0]()
+    except ValueError:
+        return ways[1]()
+
+
+def _late_in(
+    late: LateWork, work: Work, frame: Frame, spec: PlanSpec
+) -> tuple[StageTables, StageTables | None]:
+    forward = _lay_out_late(late, work, frame, spec.forward_stages)
+    if spec.backward is None:
+        return forward, None
+    return forward, _lay_out_late(late, work, frame, spec.backward, "spec.backward")
+
+
+def _stages_in(
     work: Work, frame: Frame, counts: Counts, spec: PlanSpec, machine: Machine
 ) -> tuple[StageTables, StageTables | None]:
-    """Stages of both directions in given sizes: as many as there are, or fewer where those do not
-    fit.
-    """
+    """As many stages as there are, or fewer where those do not fit."""
     forward, backward = counts
     if spec.backward is None and forward != backward:
         raise ValueError(
@@ -142,7 +200,20 @@ def _lay_out_stages(
     if spec is not None:
         comm += map(empty_comm, spec.comm[count:])
         calc += (empty_table(sizes, frame.cp_size) for sizes in spec.calc[count + 1 :])
-    return StageTables(tuple(calc), tuple(comm))
+    late = None if spec is None or spec.late is None else empty_late(spec.late, frame.local_len)
+    return StageTables(tuple(calc), tuple(comm), late)
+
+
+def _lay_out_late(
+    late: LateWork, work: Work, frame: Frame, spec: StagesSpec | None, path: str = "spec"
+) -> StageTables:
+    """Tables of one direction with late queries; remote stages that only the spec has stay empty."""
+    if spec is not None and spec.late is None:
+        raise does_not_fit(f"{path}.late is None, but queries are late")
+    home = _lay_out_stages(late.home, work, frame, spec, path)
+    wanted = None if spec is None else spec.late
+    tables = late_tables(late, work.keys, frame, wanted, f"{path}.late", work.engine)
+    return StageTables(home.calc, home.comm, tables)
 
 
 def _lay_out_travel(work: Work, frame: Frame, spec: PlanSpec | None) -> TravelTables | None:
@@ -199,7 +270,12 @@ def spec_of(tables: WorkTables) -> dict:
     """The fields of a `PlanSpec` that finished tables settle."""
 
     def stages(part: StageTables) -> StagesSpec:
-        return StagesSpec(tuple(map(exact_spec, part.calc)), tuple(m.spec for m in part.comm))
+        comm = tuple(m.spec for m in part.comm)
+        last = None if part.late is None else late(part.late)
+        return StagesSpec(tuple(map(exact_spec, part.calc)), comm, last)
+
+    def late(part: LateTables) -> LateSpec:
+        return LateSpec(exact_spec(part.calc), part.comm.spec)
 
     def travel(part: TravelTables) -> TravelSpec:
         return TravelSpec(exact_spec(part.calc), part.comm.spec)
@@ -208,6 +284,7 @@ def spec_of(tables: WorkTables) -> dict:
     return {
         "calc": forward.calc,
         "comm": forward.comm,
+        "late": forward.late,
         "backward": None if tables.backward is None else stages(tables.backward),
         "travel": None if tables.travel is None else travel(tables.travel),
     }

@@ -9,7 +9,15 @@ import numpy as np
 from magi_jax.masks import AttnMask, bands
 from magi_jax.plan.report import PlanReport
 from magi_jax.plan.spec import OWN_KEYS
-from magi_jax.plan.tables import N_ROWS, PEER, SEGMENT_ROWS, SRC_ROW, SliceTable
+from magi_jax.plan.tables import (
+    N_ROWS,
+    PEER,
+    SEGMENT_ROWS,
+    SRC_ROW,
+    CommMeta,
+    SliceTable,
+    StageTables,
+)
 from magi_jax.solver import intervals, timeline
 from magi_jax.solver.balanced_units import MAX_PARTS, make_units
 from magi_jax.solver.bounds import Bounds, lower_bounds
@@ -39,7 +47,8 @@ def make_report(
     """
     require_concrete(plan, "report")
     cp_size = plan.cp_size
-    rows = _traffic(plan.comm, cp_size)
+    transfers = _transfers(plan.forward_stages)
+    rows = _traffic(transfers, cp_size)
     travel = plan.travel
     moved = np.zeros((cp_size, cp_size), np.int64)
     if travel is not None:
@@ -50,13 +59,13 @@ def make_report(
         seq_len=plan.spec.seq_len,
         local_len=plan.spec.local_len,
         tokens=np.asarray(plan.dispatch.segments, np.int64)[:, :, SEGMENT_ROWS].sum(axis=1),
-        area=np.stack([_areas(table) for table in plan.calc]),
+        area=np.stack([_areas(table) for table in _tables(plan.forward_stages)]),
         traffic=rows,
-        backward_stages=len(plan.backward_stages.comm),
+        backward_stages=len(_transfers(plan.backward_stages)),
         travel_area=np.zeros(cp_size, np.int64) if travel is None else _areas(travel.calc),
         travel_traffic=moved,
-        buffer_rows=np.array([meta.dst_rows for meta in plan.comm], np.int64),
-        pair_rows=np.array([meta.pair_rows for meta in plan.comm], np.int64),
+        buffer_rows=np.array([meta.dst_rows for meta in transfers], np.int64),
+        pair_rows=np.array([meta.pair_rows for meta in transfers], np.int64),
         redundancy=received / max(_distinct_rows(plan), 1) if received else 1.0,
         planning_ms=plan.planning_ms,
         forward=timeline.simulate(works[0]),
@@ -105,19 +114,41 @@ def _travelling_ranges(plan) -> Ranges:
 def _works(
     plan, moved: np.ndarray, model: CostModel, per_node: int
 ) -> list[timeline.DirectionWork]:
-    """Kernel and transfer times of both directions, read off the plan's tables."""
+    """Kernel and transfer times of both directions, read off the plan's tables; late queries as one more
+    stage.
+    """
     works = []
     for backward, stages in enumerate((plan.forward_stages, plan.backward_stages)):
-        slices = [_stage_slices(table) for table in stages.calc]
+        slices = [_stage_slices(table) for table in _tables(stages)]
         shapes = timeline.shapes_of(slices, plan.cp_size, model)
         travel = None
         if plan.travel is not None and moved.any():
             away = _stage_slices(plan.travel.calc)
             travel = timeline.travel_work(away, moved, per_node, model, bool(backward))
-        rows = timeline.link_rows(_traffic(stages.comm, plan.cp_size), per_node)
-        sizes = plan.spec.local_len, model, bool(backward)
+        rows = timeline.link_rows(_traffic(_transfers(stages), plan.cp_size), per_node)
+        merged_rows = (
+            plan.spec.local_len if stages.comm else _most_late(stages, plan.spec.local_len)
+        )
+        sizes = merged_rows, model, bool(backward)
         works.append(timeline.direction_work(shapes, rows, *sizes, travel))
     return works
+
+
+def _tables(stages: StageTables) -> list[SliceTable]:
+    """Of all stages, then that of late queries."""
+    return [*stages.calc, *([] if stages.late is None else [stages.late.calc])]
+
+
+def _transfers(stages: StageTables) -> list[CommMeta]:
+    """That feed all remote stages, then late queries."""
+    return [*stages.comm, *([] if stages.late is None else [stages.late.comm])]
+
+
+def _most_late(stages: StageTables, local_len: int) -> int:
+    """Late rows of the rank that has most."""
+    if stages.late is None:
+        return 0
+    return int((np.asarray(stages.late.rows) < local_len).sum(axis=1).max())
 
 
 def _stage_slices(table: SliceTable) -> StageSlices:
@@ -147,20 +178,22 @@ def require_concrete(plan, name: str) -> None:
 
 
 def _traffic(comm, cp_size: int) -> np.ndarray:
-    """Rows from each source to each destination in each stage, int64 ``[stages, cp, cp]``."""
+    """Rows from each source to each other destination in each stage, int64 ``[stages, cp, cp]``."""
     rows = np.zeros((len(comm), cp_size, cp_size), np.int64)
     for stage, meta in enumerate(comm):
         send = np.asarray(meta.send, np.int64)
         src, entry = np.nonzero(send[:, :, N_ROWS])
         np.add.at(rows[stage], (src, send[src, entry, PEER]), send[src, entry, N_ROWS])
-    return rows
+    # Own keys of late queries cross nothing.
+    return rows * ~np.eye(cp_size, dtype=bool)
 
 
 def _distinct_rows(plan) -> int:
     """Distinct (destination, source, row) triples over all stages."""
-    tables = [np.asarray(meta.recv, np.int64) for meta in plan.comm]
+    tables = [np.asarray(meta.recv, np.int64) for meta in _transfers(plan.forward_stages)]
     recv = np.concatenate(tables, axis=1)
-    dst, entry = np.nonzero(recv[:, :, N_ROWS])
+    is_own = recv[:, :, PEER] == np.arange(plan.cp_size)[:, None]
+    dst, entry = np.nonzero(recv[:, :, N_ROWS] * ~is_own)
     pieces = recv[dst, entry]
     group = dst * plan.cp_size + pieces[:, PEER]
     begin = pieces[:, SRC_ROW]

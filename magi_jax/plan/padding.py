@@ -4,13 +4,15 @@ import numpy as np
 
 from magi_jax.plan.frame import does_not_fit
 from magi_jax.plan.lay_out import empty_comm, padding_piece
+from magi_jax.plan.lay_out_late import empty_late, no_rows
 from magi_jax.plan.lay_out_work import WorkTables, empty_travel
 from magi_jax.plan.slice_table import empty_table, pad_entries
-from magi_jax.plan.spec import CommSpec, PlanSpec, StagesSpec, TableSpec
+from magi_jax.plan.spec import CommSpec, LateSpec, PlanSpec, StagesSpec, TableSpec
 from magi_jax.plan.tables import (
     N_ROWS,
     CommMeta,
     DispatchMeta,
+    LateTables,
     SliceTable,
     StageTables,
     TravelTables,
@@ -32,7 +34,7 @@ def pad_plan_tables(
     transfer = _pad_comm(dispatched.transfer, wanted.transfer)
     backward = tables.backward
     if wanted.backward is not None:
-        backward = _pad_stages(backward or tables.forward, wanted.backward)
+        backward = _pad_stages(backward or tables.forward, wanted.backward, wanted.local_len)
     travel = tables.travel
     if travel is not None and wanted.travel is not None:
         calc = _pad_table(travel.calc, wanted.travel.calc)
@@ -42,17 +44,31 @@ def pad_plan_tables(
     return (
         DispatchMeta(segments, np.asarray(dispatched.positions), transfer),
         tuple(_pad_comm(meta, size) for meta, size in zip(rolls, wanted.rolls, strict=True)),
-        WorkTables(_pad_stages(tables.forward, wanted.forward_stages), backward, travel),
+        WorkTables(
+            _pad_stages(tables.forward, wanted.forward_stages, wanted.local_len), backward, travel
+        ),
     )
 
 
-def _pad_stages(stages: StageTables, wanted: StagesSpec) -> StageTables:
+def _pad_stages(stages: StageTables, wanted: StagesSpec, local_len: int) -> StageTables:
     comm = [_pad_comm(m, size) for m, size in zip(stages.comm, wanted.comm, strict=False)]
     calc = [_pad_table(t, size) for t, size in zip(stages.calc, wanted.calc, strict=False)]
     cp_size = len(calc[0].slices)
     comm += map(empty_comm, wanted.comm[len(comm) :])
     calc += (empty_table(size, cp_size) for size in wanted.calc[len(calc) :])
-    return StageTables(tuple(calc), tuple(comm))
+    late = None
+    if wanted.late is not None:
+        if stages.late is None:
+            late = empty_late(wanted.late, local_len)
+        else:
+            late = _pad_late(stages.late, wanted.late, local_len)
+    return StageTables(tuple(calc), tuple(comm), late)
+
+
+def _pad_late(late: LateTables, wanted: LateSpec, local_len: int) -> LateTables:
+    rows = no_rows(len(late.rows), wanted.calc.q_len, local_len)
+    rows[:, : late.rows.shape[1]] = late.rows
+    return LateTables(rows, _pad_comm(late.comm, wanted.comm), _pad_table(late.calc, wanted.calc))
 
 
 def _pad_comm(meta: CommMeta, wanted: CommSpec) -> CommMeta:

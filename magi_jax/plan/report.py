@@ -19,7 +19,7 @@ class PlanReport:
         local_len: rows of each rank, padding included.
         tokens: ``[cp]`` tokens of each rank.
         area: ``[1 + stages, cp]`` (query, key) pairs that each rank computes in each stage of the
-            forward pass, without those of queries that travelled to it.
+            forward pass, without those of queries that travelled to it. Late queries are one more stage.
         traffic: ``[stages, cp, cp]`` key rows from source (first axis) to destination.
         backward_stages: remote stages of the backward pass.
         travel_area: ``[cp]`` pairs that each rank computes for queries that travelled to it.

@@ -173,11 +173,20 @@ class CommSpec(_Sizes):
 
 
 @dataclass(frozen=True)
+class LateSpec(_Sizes):
+    """Sizes of a `LateTables`: the slice table, and the cast that fills the buffer of its keys."""
+
+    calc: TableSpec
+    comm: CommSpec
+
+
+@dataclass(frozen=True)
 class StagesSpec(_Sizes):
-    """Sizes of the stages of one direction: ``calc`` and ``comm`` as in `PlanSpec`."""
+    """Sizes of the stages of one direction: ``calc``, ``comm`` and ``late`` as in `PlanSpec`."""
 
     calc: tuple[TableSpec, ...]
     comm: tuple[CommSpec, ...]
+    late: LateSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -207,6 +216,7 @@ class PlanSpec(_Sizes):
         keys: `OWN_KEYS`, `OTHER_KEYS` or `REPLICATED_KEYS`; ``calc[0].k_len`` are the rows of each rank.
         backward: sizes of the stages of the backward pass; None where it shares those above.
         travel: sizes of what travelling queries need; None where none travel.
+        late: sizes of what late queries need; None where none are late.
     """
 
     cp_size: int
@@ -223,6 +233,7 @@ class PlanSpec(_Sizes):
     keys: str = OWN_KEYS
     backward: StagesSpec | None = None
     travel: TravelSpec | None = None
+    late: LateSpec | None = None
 
     @property
     def num_remote_stages(self) -> int:
@@ -232,7 +243,7 @@ class PlanSpec(_Sizes):
     @property
     def forward_stages(self) -> StagesSpec:
         """Sizes of the stages of the forward pass."""
-        return StagesSpec(self.calc, self.comm)
+        return StagesSpec(self.calc, self.comm, self.late)
 
     @property
     def backward_stages(self) -> StagesSpec:
@@ -298,7 +309,23 @@ class PlanSpec(_Sizes):
                 dataclasses.replace(t, q_len=self.local_len, k_len=n)
                 for t, n in zip(tables, k_lens, strict=True)
             )
-            return StagesSpec(tuple(calc), comm)
+            late = None if stages.late is None else waited(stages.late)
+            return StagesSpec(tuple(calc), comm, late)
+
+        def waited(late: LateSpec) -> LateSpec:
+            comm = grown(late.comm)
+            self_rows = min(bucket(math.ceil(late.comm.self_rows * factor)), comm.src_rows)
+            arriving = bucket(math.ceil(late.comm.dst_rows * factor), MIN_BUFFER_ROWS)
+            most = bucket(comm.cp_size * comm.src_rows, MIN_BUFFER_ROWS)  # own ones too
+            comm = dataclasses.replace(
+                comm,
+                dst_rows=max(min(arriving, most), late.comm.dst_rows),
+                self_rows=max(self_rows, late.comm.self_rows),
+            )
+            calc = _rounded(late.calc, None, factor)
+            q_len = bucket(math.ceil(late.calc.q_len * factor), MIN_BUFFER_ROWS)
+            calc = dataclasses.replace(calc, q_len=q_len, k_len=comm.dst_rows)
+            return LateSpec(calc, comm)
 
         def travelled(travel: TravelSpec) -> TravelSpec:
             comm = grown(travel.comm)
@@ -312,6 +339,7 @@ class PlanSpec(_Sizes):
             segments=bucket(max(chunks, math.ceil(self.segments * factor)), MIN_SEGMENTS),
             calc=forward.calc,
             comm=forward.comm,
+            late=forward.late,
             backward=None if self.backward is None else staged(self.backward),
             travel=None if self.travel is None else travelled(self.travel),
             transfer=moved(self.transfer),

@@ -87,6 +87,23 @@ class CommMeta:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
+class LateTables:
+    """Query rows that are computed last and at once, with all their keys in one buffer.
+
+    Attributes:
+        rows: ``[cp, D]`` local rows of the late queries, in the order of their buffer; padding is
+            ``local_len + i`` at entry ``i``, no row.
+        comm: fills the buffer of their keys, those of the rank itself included.
+        calc: late queries against that buffer.
+    """
+
+    rows: Array
+    comm: CommMeta
+    calc: SliceTable
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
 class StageTables:
     """What the stages of one direction read.
 
@@ -94,10 +111,12 @@ class StageTables:
         calc: slice table of each stage; stage 0 reads local keys, stage ``i + 1`` what ``comm[i]``
             brought.
         comm: rows that stage ``i + 1`` receives.
+        late: queries that are in no stage; None where there are none.
     """
 
     calc: tuple[SliceTable, ...]
     comm: tuple[CommMeta, ...]
+    late: LateTables | None = None
 
 
 @jax.tree_util.register_dataclass

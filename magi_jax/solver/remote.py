@@ -45,6 +45,9 @@ class Remote(NamedTuple):
     dst_row: np.ndarray
 
 
+NOTHING_REMOTE = Remote(*np.zeros((7, 0), np.int64))
+
+
 def find_remote(
     slices: np.ndarray, layout: Layout, keys: Layout | None, engine: str = "numpy"
 ) -> tuple[QueryCut, Remote]:
@@ -57,7 +60,7 @@ def find_remote(
         engine: "numpy" or "compiled"; both find the same.
     """
     if keys is None:
-        return cut_queries(slices, layout), Remote(*np.zeros((7, 0), np.int64))
+        return cut_queries(slices, layout), NOTHING_REMOTE
     if engine == "numpy":
         cut = cut_queries(slices, layout)
         return cut, remote_ranges(cut, keys)
@@ -81,9 +84,9 @@ def cut_queries(slices: np.ndarray, layout: Layout) -> QueryCut:
     return QueryCut(cut[seen], rank[order][seen], layout.offset[segment][seen])
 
 
-def remote_ranges(cut: QueryCut, layout: Layout) -> Remote:
+def remote_ranges(cut: QueryCut, layout: Layout, with_own: bool = False) -> Remote:
     """Exactly the distinct keys that each rank sees and does not own, all in stage 0; ``layout`` is
-    that of the keys.
+    that of the keys. ``with_own`` lists those that it owns too, as if it sent them to itself.
 
     The visible keys of a tight slice have no holes, so the union of key ranges is the set of keys
     read.
@@ -92,7 +95,7 @@ def remote_ranges(cut: QueryCut, layout: Layout) -> Remote:
         cut.rank, cut.slices[:, bands.K_START], cut.slices[:, bands.K_END]
     )
     source, segment = intervals.meet(begin, end, layout.edges[:-1], layout.edges[1:])
-    far = layout.owner[segment] != rank[source]
+    far = with_own | (layout.owner[segment] != rank[source])
     source, segment = source[far], segment[far]
     begin = np.maximum(begin[source], layout.edges[segment])
     end = np.minimum(end[source], layout.edges[segment + 1])

@@ -6,6 +6,7 @@ import plan_simulation as simulate
 
 from magi_jax.masks import AttnMask
 from magi_jax.plan import AttentionPlan
+from magi_jax.plan.tables import StageTables
 
 
 def check_plan(plan: AttentionPlan, mask: AttnMask, walk: bool = True) -> None:
@@ -26,7 +27,10 @@ def check_plan(plan: AttentionPlan, mask: AttnMask, walk: bool = True) -> None:
     home = expected.copy()
     home[moved] = 0
     for stages in (plan.forward_stages, plan.backward_stages):
-        check_no_redundancy(plan, stages.comm, home)
+        late = check_late(plan, stages, home)
+        early = home.copy()
+        early[late] = 0
+        check_no_redundancy(plan, stages.comm, early)
     check_report(plan, expected, home)
 
 
@@ -80,6 +84,22 @@ def check_travel(plan: AttentionPlan, expected: np.ndarray) -> np.ndarray:
         needed = np.intersect1d(np.flatnonzero(seen), moved)
         np.testing.assert_array_equal(received[rank, :size], needed)
     return moved
+
+
+def check_late(plan: AttentionPlan, stages: StageTables, expected: np.ndarray) -> np.ndarray:
+    """Each rank receives exactly the keys that its late queries see, its own too; returns which queries
+    are late.
+    """
+    if stages.late is None:
+        return np.zeros(0, np.int64)
+    positions = np.asarray(plan.positions)
+    received = simulate.cast(stages.late.comm, positions)
+    queries = simulate.late_positions(stages.late.rows, positions)
+    for rank, keys in enumerate(received):
+        late = queries[rank][queries[rank] >= 0]
+        size = int((keys >= 0).sum())
+        np.testing.assert_array_equal(keys[:size], np.flatnonzero(expected[late].any(axis=0)))
+    return queries[queries >= 0]
 
 
 def check_no_redundancy(plan: AttentionPlan, comm, expected: np.ndarray) -> None:

@@ -101,7 +101,20 @@ def computed_cells(plan: AttentionPlan, walk: bool = True, backward: bool = Fals
     if plan.travel is not None:
         moved = cast(plan.travel.comm, positions)
         add_cells(cells, plan.travel.calc, moved, positions, walk)
+    if stages.late is not None:
+        keys = cast(stages.late.comm, positions)
+        add_cells(cells, stages.late.calc, late_positions(stages.late.rows, positions), keys, walk)
     return cells
+
+
+def late_positions(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Global positions of late rows ``[cp, D]``, -1 = none; no row is listed twice."""
+    for listed in rows:
+        assert (listed >= 0).all()
+        assert len(np.unique(listed)) == len(listed)
+    none = np.full(len(positions), -1)[:, None]
+    listed = np.minimum(rows, positions.shape[1])
+    return np.take_along_axis(np.concatenate([positions, none], axis=1), listed, axis=1)
 
 
 def add_cells(

@@ -48,14 +48,15 @@ def square_masks(draw, max_len: int = 90):
     cp_size=st.sampled_from([1, 2, 3, 4, 8]),
     chunk_size=st.integers(1, 40),
     dispatch=st.sampled_from(DISPATCHERS),
-    overlap=st.sampled_from(["auto", 1, 2, 3, (1, 3), (2, 1)]),
+    overlap=st.sampled_from(["auto", "late", 1, 2, 3, (1, 3), (2, 1)]),
     travelling=st.lists(st.integers(0, 89), max_size=4, unique=True).map(sorted),
     tile_size=st.sampled_from([4, 16, 128]),
     shifts=st.lists(st.integers(-100, 100), max_size=2, unique=True),
 )
 def test_random_masks(mask, cp_size, chunk_size, dispatch, overlap, travelling, tile_size, shifts):
+    pairs = tuple(zip(travelling[::2], travelling[1::2], strict=False))
     config = PlanConfig(
-        travelling=tuple(zip(travelling[::2], travelling[1::2], strict=False)),
+        travelling="never" if overlap == "late" else pairs,
         chunk_size=chunk_size,
         dispatch=dispatch,
         overlap=overlap,

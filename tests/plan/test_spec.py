@@ -132,6 +132,7 @@ KINDS = [
     {"overlap": (1, 2)},
     {"overlap": (3, 1), "travelling": ((100, 110), (200, 203))},
     {"overlap": 2, "travelling": ((0, 5),)},
+    {"overlap": "late"},
 ]
 
 
