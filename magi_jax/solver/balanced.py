@@ -110,7 +110,7 @@ def balanced(problem: DispatchProblem) -> Assignment:
         return contiguous(problem)
     found = []
     for fineness in range(len(FINENESS)):
-        units = make_units(problem, fineness)
+        units = make_units(problem, fineness, problem.engine)
         placement = make_placement(units, problem.cp_size, per_node)
         starts = [_expand(strategy(problem), units, problem) for strategy in (contiguous, zigzag)]
         owner = _settled(starts, placement, units, problem)

@@ -15,6 +15,7 @@ import numpy as np
 from magi_jax.masks import bands
 from magi_jax.solver import intervals
 from magi_jax.solver.dispatch import DispatchProblem, areas, cut_at
+from magi_jax.solver.engine import compiled
 
 # A chunk is split when it overloads its rank even beside light chunks, and is a good part of its work.
 OVERLOAD = 1.002
@@ -68,23 +69,24 @@ class Units(NamedTuple):
     light_area: float
 
 
-def make_units(problem: DispatchProblem, fineness: int = 0) -> Units:
+def make_units(problem: DispatchProblem, fineness: int = 0, engine: str = "numpy") -> Units:
     """Cuts the sequence into units and finds what each of them needs.
 
     Args:
         problem: what to dispatch.
         fineness: index of `FINENESS`; past 0 some of the heaviest chunks are split as well, for masks
             with so few sizes of chunks that no choice of whole ones is balanced.
+        engine: "numpy" or "compiled"; both find the same.
     """
     edges = problem.edges
-    unit, cut, area = _work_of_units(problem, edges)
+    area, needs = _work_of_units(problem, edges, engine)
     light_area = float(np.quantile(area, LIGHT_QUANTILE))
     split, parts = _chunks_to_split(area, light_area, problem, fineness)
     slot = int(edges[1] - edges[0])
     if len(split):
         inner = edges[split][:, None] + slot // parts * np.arange(1, parts)
         edges = np.sort(np.concatenate([edges, inner.ravel()]))
-        unit, cut, area = _work_of_units(problem, edges)
+        area, needs = _work_of_units(problem, edges, engine)
 
     num_chunks = len(problem.edges) - 1
     slots = -(-num_chunks // problem.cp_size)
@@ -92,7 +94,6 @@ def make_units(problem: DispatchProblem, fineness: int = 0) -> Units:
     chunk = np.searchsorted(problem.edges, edges[:-1], side="right") - 1
     size = np.where(np.isin(chunk, split), slot // parts, slot)
     spare = np.diff(edges) < size
-    needs = _key_needs(unit, cut, edges)
     need_rows = needs.total_rows
     if len(problem.travelling):
         needs = _with_travellers(needs, problem, edges)
@@ -118,14 +119,19 @@ def make_units(problem: DispatchProblem, fineness: int = 0) -> Units:
 
 
 def _work_of_units(
-    problem: DispatchProblem, edges: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Slices cut at units (unit of each piece, pieces ``[C, 6]``), and the work of each unit."""
-    unit, cut = cut_at(problem.slices, edges)
-    area = areas(unit, cut, len(edges) - 1)
+    problem: DispatchProblem, edges: np.ndarray, engine: str
+) -> tuple[np.ndarray, "_Needs"]:
+    """The work of each unit ``[U]``, and the keys that they need."""
+    if engine == "compiled":
+        area, *needs = compiled().unit_needs(problem.slices, edges)
+        needs = _Needs(*needs)
+    else:
+        unit, cut = cut_at(problem.slices, edges)
+        area = areas(unit, cut, len(edges) - 1)
+        needs = _key_needs(unit, cut, edges)
     if len(problem.travelling):
         area += areas(*cut_at(bands.transpose(problem.travelling), edges), len(edges) - 1)
-    return unit, cut, area
+    return area, needs
 
 
 def _travelling_rows(problem: DispatchProblem, edges: np.ndarray) -> np.ndarray:

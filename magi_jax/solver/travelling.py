@@ -67,9 +67,12 @@ def choose_ranges(
     share = rows_of_rank if keys_len is None else keys_len // cp_size
     if cp_size == 1 or not len(slices) or not _is_wide(slices, share):
         return NO_RANGES
-    row, need, keys = _needs(slices, edges)
-    kernel_us = sum(float(model.kernel_us(slices, way).sum()) for way in (False, True)) / cp_size
+    shapes = model.shapes(slices)
+    kernel_us = sum(float(model.times_us(*shapes, way).sum()) for way in (False, True)) / cp_size
     speed = _Speed(cp_size, ranks_per_node, model)
+    if speed.keys_us(_most_keys(slices) - share) <= kernel_us:
+        return NO_RANGES  # kernels take longer than all keys, wherever the rows are
+    row, need, keys = _needs(slices, edges)
     best_us = first_us = max(kernel_us, speed.keys_us(int(need.max()) - share))
     chosen = None
     for step in range(1, NUM_STEPS + 1):
@@ -125,6 +128,13 @@ def _is_wide(slices: np.ndarray, share: int) -> bool:
     return bool((slices[:, bands.K_END] - slices[:, bands.K_START]).max() > share)
 
 
+def _most_keys(slices: np.ndarray) -> int:
+    """No row needs more keys than this: the most that slices over it have, counted with overlaps."""
+    width = slices[:, bands.K_END] - slices[:, bands.K_START]
+    at = np.concatenate([slices[:, bands.Q_START], slices[:, bands.Q_END]])
+    return _highest(at, np.concatenate([width, -width]))
+
+
 def _needs(slices: np.ndarray, edges: np.ndarray) -> tuple[Ranges, np.ndarray, _Keys]:
     """Elementary query ranges, the distinct keys that each needs, and which they are."""
     points = np.unique(np.concatenate([edges, slices[:, bands.Q_START], slices[:, bands.Q_END]]))
@@ -141,7 +151,12 @@ def _most_rows(leaves: np.ndarray, rows: np.ndarray, keys: _Keys) -> int:
     seen = leaves[keys.source]
     weight = rows[keys.source[seen]]
     at = np.concatenate([keys.begin[seen], keys.end[seen]])
+    return _highest(at, np.concatenate([weight, -weight]))
+
+
+def _highest(at: np.ndarray, steps: np.ndarray) -> int:
+    """The highest value of a sum that changes by ``steps [N]`` at positions ``at [N]``."""
     order = np.argsort(at, kind="stable")
-    steps = np.cumsum(np.concatenate([weight, -weight])[order])
+    steps = np.cumsum(steps[order])
     last_of_place = np.append(np.diff(at[order]) > 0, True)
     return int(steps[last_of_place].max(initial=0))

@@ -111,6 +111,16 @@ def test_engines_take_the_same_steps(name, period):
         assert loads.tolist() == measured.tolist()
 
 
+@pytest.mark.parametrize("name", sorted(SQUARE))
+@pytest.mark.parametrize("fineness", [0, 2])
+def test_engines_find_the_same_units(name, fineness):
+    for away in (slice(0, 0), slice(0, 2)):
+        problem = problem_of(SQUARE[name], 16, 8)._replace(travelling=SQUARE[name].slices[away])
+        compiled, twin = (make_units(problem, fineness, engine) for engine in ("compiled", "numpy"))
+        for a, b in zip(compiled, twin, strict=True):
+            assert np.array_equal(a, b)
+
+
 def as_list(owner):
     return None if owner is None else owner.tolist()
 

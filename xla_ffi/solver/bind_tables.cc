@@ -10,6 +10,7 @@
 #include "xla_ffi/solver/lay_out.h"
 #include "xla_ffi/solver/tile_runs.h"
 #include "xla_ffi/solver/transfer.h"
+#include "xla_ffi/solver/units.h"
 
 namespace magi_jax::solver {
 namespace {
@@ -95,6 +96,17 @@ Ints RunAreas(const Ints& slices) {
   Ints out(slices.size() / 6);
   for (py::ssize_t i = 0; i < out.size(); ++i) out.mutable_data()[i] = Area(rows[i]);
   return out;
+}
+
+// (area [U], rows [V], span_ptr [U + 1], reader [I], spans [I, 2], total_rows [U]): see units.h.
+py::tuple RunUnitNeeds(const Ints& slices, const Ints& edges) {
+  static_assert(sizeof(SpanInterval) == 2 * sizeof(int64_t));
+  Require(edges.size() > 0 && std::is_sorted(edges.data(), edges.data() + edges.size()),
+          "edges of units must rise");
+  const UnitNeeds needs =
+      FindNeeds(RowsOf<BandSlice>(slices), slices.size() / 6, edges.data(), edges.size() - 1);
+  return py::make_tuple(Column(needs.area), Column(needs.rows), Column(needs.span_ptr),
+                        Column(needs.reader), Table(needs.spans), Column(needs.total_rows));
 }
 
 // Rows [N, W] of rising parts [N], padded to `size` rows or the longest part with `fill` [W]:
@@ -189,6 +201,7 @@ py::tuple RunSortPieces(const Ints& src, const Ints& dst, const Ints& src_row, c
 void BindTables(py::module_& m) {
   m.def("walk_tiles", &RunWalkTiles);
   m.def("areas", &RunAreas);
+  m.def("unit_needs", &RunUnitNeeds);
   m.def("split_by_part", &RunSplitByPart);
   m.def("find_remote", &RunFindRemote);
   m.def("cut_stages", &RunCutStages);

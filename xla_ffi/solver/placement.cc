@@ -39,29 +39,22 @@ Placement::Placement(const Problem& problem, const int32_t* owner)
   for (int32_t u = 0; u < p_.num_units; ++u) {
     area_[owner_[u]] += p_.area[u];
     for (int32_t v = p_.span_ptr[u]; v < p_.span_ptr[u + 1]; ++v) span_owner_[v] = owner_[u];
-    for (int32_t i = p_.need_ptr[u]; i < p_.need_ptr[u + 1]; ++i)
-      for (int32_t v = p_.needs[i].begin; v < p_.needs[i].end; ++v) ++counts(owner_[u])[v];
   }
-  for (int32_t r = 0; r < p_.num_ranks; ++r) {
-    const int32_t* needed = counts(r);
-    int32_t* by_node = node_counts(node_of_[r]);
-    for (int32_t v = 0; v < p_.num_spans; ++v) {
-      if (!needed[v]) continue;
-      ++ranks_[v];
-      if (by_node[v]++ == 0) ++nodes_[v];
-      if (span_owner_[v] != r) {
-        loads_[recv(r)] += p_.rows[v];
-        loads_[send(span_owner_[v])] += p_.rows[v];
+  for (int32_t u = 0; u < p_.num_units; ++u) {
+    const int32_t r = owner_[u], n = node_of_[r];
+    int32_t *needed = counts(r), *by_node = node_counts(n);
+    for (int32_t i = p_.need_ptr[u]; i < p_.need_ptr[u + 1]; ++i) {
+      for (int32_t v = p_.needs[i].begin; v < p_.needs[i].end; ++v) {
+        if (needed[v]++ > 0) continue;
+        const int32_t home = span_owner_[v];
+        const int64_t rows = p_.rows[v];
+        ++ranks_[v];
+        if (home != r) loads_[recv(r)] += rows, loads_[send(home)] += rows;
+        if (by_node[v]++ > 0) continue;
+        ++nodes_[v];
+        const int32_t home_node = node_of_[home];
+        if (home_node != n) loads_[node_recv(n)] += rows, loads_[node_send(home_node)] += rows;
       }
-    }
-  }
-  for (int32_t n = 0; n < p_.num_nodes(); ++n) {
-    const int32_t* needed = node_counts(n);
-    for (int32_t v = 0; v < p_.num_spans; ++v) {
-      const int32_t home = node_of_[span_owner_[v]];
-      if (!needed[v] || home == n) continue;
-      loads_[node_recv(n)] += p_.rows[v];
-      loads_[node_send(home)] += p_.rows[v];
     }
   }
 }

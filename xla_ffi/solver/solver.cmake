@@ -10,7 +10,8 @@ pybind11_add_module(_planner NO_EXTRAS
   xla_ffi/solver/placement.cc
   xla_ffi/solver/refine.cc
   xla_ffi/solver/tile_runs.cc
-  xla_ffi/solver/transfer.cc)
+  xla_ffi/solver/transfer.cc
+  xla_ffi/solver/units.cc)
 target_include_directories(_planner PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
 target_compile_options(_planner PRIVATE -O3 -ffp-contract=off -Wall -Wextra)
 
