@@ -11,7 +11,7 @@ from magi_jax.plan.slice_table import build_table, empty_table, exact_spec
 from magi_jax.plan.spec import CommSpec, LateSpec, PlanSpec, StagesSpec, TableSpec, TravelSpec
 from magi_jax.plan.tables import LateTables, SliceTable, StageTables, TravelTables
 from magi_jax.solver import transfer
-from magi_jax.solver.late import MOST_LATE, LateWork, find_late, predict_us
+from magi_jax.solver.late import MOST_LATE, LateWork, find_late, late_rows, predict_us
 from magi_jax.solver.overlap import Counts, Machine, choose_stages
 from magi_jax.solver.stages import Staged, StageSlices
 from magi_jax.solver.work import Travel, Work
@@ -50,16 +50,21 @@ def lay_out_work(
     """
     travel = _lay_out_travel(work, frame, spec)
     counts = _counts(overlap, work)
-    late = _possible_late(work, frame, overlap, spec)
-    if spec is not None and late is not None and overlap == LATE:
-        return WorkTables(*_late_in(late, work, frame, spec), travel)
+    if overlap == LATE:
+        if work.travel is not None:
+            raise ValueError(
+                'overlap="late" wants travelling="never": a query does one or the other'
+            )
+        late = _find_late(work, frame, 1.0)
+        if late is not None:
+            return WorkTables(*_late_in(late, work, frame, spec), travel)
     if spec is not None:
-        return WorkTables(*_lay_out_in(work, late, frame, counts, spec, machine), travel)
-    if late is not None and overlap == LATE:
-        return WorkTables(_lay_out_late(late, work, frame, None), None, travel)
+        return WorkTables(*_lay_out_in(work, frame, overlap, spec, machine), travel)
     choice = choose_stages(work, frame.local_len, machine, counts)
-    if late is not None and predict_us(late, machine) < choice.predicted_us:
-        return WorkTables(_lay_out_late(late, work, frame, None), None, travel)
+    if overlap == AUTO:
+        late = _find_late(work, frame, MOST_LATE, choice.forward)
+        if late is not None and predict_us(late, machine) < choice.predicted_us:
+            return WorkTables(*_late_in(late, work, frame, None), travel)
     forward = _lay_out_stages(choice.forward, work, frame, None)
     if choice.backward is choice.forward:
         return WorkTables(forward, None, travel)
@@ -68,19 +73,21 @@ def lay_out_work(
     return WorkTables(forward, backward, travel)
 
 
-def _possible_late(
-    work: Work, frame: Frame, overlap: Overlap, spec: PlanSpec | None
+def _find_late(
+    work: Work, frame: Frame, most: float, staged: Staged | None = None
 ) -> LateWork | None:
-    """The work with late queries, where they may be; with "auto" where there are few or a spec has room."""
-    if work.layout.cp_size == 1 or work.keys.layout is None or overlap not in (AUTO, LATE):
+    """The work with late queries, where there may be any and they are at most a share ``most`` of the rows
+    of a rank; ``staged`` are any stages of the work, where they are known.
+    """
+    if work.layout.cp_size == 1 or work.keys.layout is None:
         return None
-    if overlap == LATE and work.travel is not None:
-        raise ValueError('overlap="late" goes with travelling="never": queries do one or the other')
-    if work.travel is not None or (overlap == AUTO and spec is not None and spec.late is None):
+    if work.travel is not None:
         return None
-    late = find_late(work, frame.tile_size, frame.local_len)
-    may_be_many = overlap == LATE or spec is not None
-    return late if may_be_many or late.share(frame.local_len) <= MOST_LATE else None
+    staged = work.staged(1) if staged is None else staged
+    rows = late_rows(staged, frame.cp_size, frame.tile_size, frame.local_len)
+    if rows.held.max() > most * frame.local_len:
+        return None
+    return find_late(work, rows, frame.local_len)
 
 
 def _counts(overlap: Overlap, work: Work) -> Counts:
@@ -93,14 +100,13 @@ def _counts(overlap: Overlap, work: Work) -> Counts:
 
 
 def _lay_out_in(
-    work: Work,
-    late: LateWork | None,
-    frame: Frame,
-    counts: Counts,
-    spec: PlanSpec,
-    machine: Machine,
+    work: Work, frame: Frame, overlap: Overlap, spec: PlanSpec, machine: Machine
 ) -> tuple[StageTables, StageTables | None]:
     """Both directions in given sizes: with late queries or in stages, what is predicted faster and fits."""
+    counts = _counts(overlap, work)
+    late = None
+    if overlap == AUTO and spec.late is not None:
+        late = _find_late(work, frame, 1.0)
     if late is None:
         return _stages_in(work, frame, counts, spec, machine)
     if not spec.comm:
@@ -119,8 +125,11 @@ def _lay_out_in(
 
 
 def _late_in(
-    late: LateWork, work: Work, frame: Frame, spec: PlanSpec
+    late: LateWork, work: Work, frame: Frame, spec: PlanSpec | None
 ) -> tuple[StageTables, StageTables | None]:
+    """Both directions with late queries."""
+    if spec is None:
+        return _lay_out_late(late, work, frame, None), None
     forward = _lay_out_late(late, work, frame, spec.forward_stages)
     if spec.backward is None:
         return forward, None

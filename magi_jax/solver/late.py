@@ -54,10 +54,6 @@ class LateWork(NamedTuple):
     keys: Remote
     slices: StageSlices
 
-    def share(self, local_len: int) -> float:
-        """Late rows of the rank that has most, as a share of all of its rows."""
-        return float(self.rows.held.max()) / local_len
-
 
 def predict_us(late: LateWork, machine: Machine) -> float:
     """Predicted time of both directions; compare with `overlap.Choice.predicted_us`.
@@ -76,18 +72,17 @@ def predict_us(late: LateWork, machine: Machine) -> float:
     return sum(timeline.simulate(work).predicted_us for work in works)
 
 
-def find_late(work: Work, tile_size: int, local_len: int) -> LateWork:
-    """Makes all tiles late that see a key of another rank.
+def find_late(work: Work, rows: LateRows, local_len: int) -> LateWork:
+    """The work with these rows late.
 
     Args:
         work: what the layout asks for, without travelling queries.
-        tile_size: rows of a query tile.
+        rows: as `late_rows` finds them.
         local_len: query rows of each rank.
     """
     assert work.travel is None, "the own keys of a travelling query are in stage 0"
     owners = work.keys.layout
     assert owners is not None, "nobody waits for keys that are everywhere"
-    rows = late_rows(work, tile_size, local_len)
     home, late = _split(work.cut, rows, local_len)
     keys = remote_ranges(late, owners, with_own=True)
     # Nobody owns keys here: all that these queries see is received.
@@ -97,12 +92,20 @@ def find_late(work: Work, tile_size: int, local_len: int) -> LateWork:
     return LateWork(work._replace(cut=home, far=NOTHING_REMOTE).staged(0), rows, keys, slices)
 
 
-def late_rows(work: Work, tile_size: int, local_len: int) -> LateRows:
-    """Rows of the tiles in which a query sees a key of another rank."""
-    cp_size, far = work.layout.cp_size, work.staged(1).slices[1]
-    begin = far.slices[:, bands.Q_START] // tile_size * tile_size
-    end = np.minimum(-(-far.slices[:, bands.Q_END] // tile_size) * tile_size, local_len)
-    rank, begin, end = intervals.union(far.rank, begin, end)
+def late_rows(staged: Staged, cp_size: int, tile_size: int, local_len: int) -> LateRows:
+    """Rows of the tiles in which a query sees a key of another rank.
+
+    Args:
+        staged: the work in any number of remote stages but 0.
+        cp_size: number of ranks.
+        tile_size: rows of a query tile.
+        local_len: query rows of each rank.
+    """
+    slices = np.concatenate([stage.slices for stage in staged.slices[1:]])
+    rank = np.concatenate([stage.rank for stage in staged.slices[1:]])
+    begin = slices[:, bands.Q_START] // tile_size * tile_size
+    end = np.minimum(-(-slices[:, bands.Q_END] // tile_size) * tile_size, local_len)
+    rank, begin, end = intervals.union(rank, begin, end)
     size = end - begin
     held = np.bincount(rank, size, cp_size).astype(np.int64)
     return LateRows(rank, begin, end, intervals.offsets(rank, size, cp_size), held)
