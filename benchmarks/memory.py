@@ -61,18 +61,20 @@ def main() -> None:
             rows += found
             if last is not None and attention == "ours" and on_gpu:
                 runs.append(last)
-    # From the least on: the allocator tells its peak since the process began.
-    for compiled, shapes, row in sorted(runs, key=lambda found: found[2]["gib"]):
-        row["allocator_gib"] = run(compiled, shapes)
-        print(
-            f"{row['policy']} {row['length']}: allocator {row['allocator_gib']:.2f} GiB", flush=True
-        )
     content = {
         "layers": args.layers, "heads": args.heads, "head_dim": args.head_dim,
         "dtype": jnp.dtype(args.dtype).name, "limit_gib": args.limit_gib, "rows": rows,
     }  # fmt: skip
     if args.json:
         save(args.json, args.commit, content)
+    # From the least on: the allocator tells its peak since the process began.
+    for compiled, shapes, row in sorted(runs, key=lambda found: found[2]["gib"]):
+        row["allocator_gib"] = run(compiled, shapes)
+        print(
+            f"{row['policy']} {row['length']}: allocator {row['allocator_gib']:.2f} GiB", flush=True
+        )
+        if args.json:
+            save(args.json, args.commit, content)
 
 
 def sweep(attention: str, policy: str, args, pool: ThreadPoolExecutor) -> tuple[list[dict], Any]:

@@ -37,7 +37,7 @@ from magi_jax.plan.spec import TableSpec, bucket
 sys.path.insert(0, str(ROOT / "examples"))
 import corpus
 
-SAMPLE, MARGIN = 64, 1.5  # packings of another seed that sizes are taken from, and room above them
+SAMPLE, MARGIN = 64, 3.0  # packings of another seed that sizes are taken from, and room above them
 
 
 def main() -> None:

@@ -113,7 +113,9 @@ def build_driver(build: Path, out: Path) -> Path:
 def execute(job: Run, driver: Path, args) -> dict:
     """How a process ended and what its sanitizer said; all it printed is kept in the folder."""
     command = ["compute-sanitizer", "--tool", job.tool, "--print-limit", "5000"]
-    environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    # What kernels inside a CUDA graph write is unknown to initcheck, so no graphs.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
+    environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_FLAGS=flags.strip())
     if job.problem is not None:
         files = (args.out / f"{job.problem}.problem", args.out / f"{_stem(job)}.results")
         command += [str(driver), job.path, *map(str, files)]
