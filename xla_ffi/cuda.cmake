@@ -157,8 +157,8 @@ find_package(Threads REQUIRED)
 target_sources(_ffi PRIVATE xla_ffi/handlers/ffa_cuda.cc xla_ffi/handlers/kernels_cuda.cc
                xla_ffi/handlers/group_cuda.cc xla_ffi/handlers/group_binding_cuda.cc
                xla_ffi/comm/pool.cc)
-target_compile_definitions(_ffi PRIVATE MAGI_JAX_WITH_CUDA)
+list(JOIN architectures " " shown)
+target_compile_definitions(_ffi PRIVATE MAGI_JAX_WITH_CUDA "MAGI_JAX_CUDA_BUILT_FOR=\"${shown}\"")
 target_include_directories(_ffi SYSTEM PRIVATE "${MAGI_JAX_CUDA_INCLUDE}")
 target_link_libraries(_ffi PRIVATE "${MAGI_JAX_CUDART}" Threads::Threads ${CMAKE_DL_LIBS} rt)
-list(JOIN architectures " " shown)
 message(STATUS "CUDA kernels: ${MAGI_JAX_CUDA_KERNELS}, for ${shown}, with ${nvcc_path}")

@@ -3,9 +3,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <string>
+#include <vector>
+
 #include "xla/ffi/api/c_api.h"
 #include "xla_ffi/common/registration.h"
 #ifdef MAGI_JAX_WITH_CUDA
+#include <cuda_runtime_api.h>
+
 #include "xla_ffi/handlers/group_binding_cuda.h"
 #include "xla_ffi/handlers/kernels_cuda.h"
 #endif
@@ -45,11 +50,15 @@ py::list Registrations() {
 
 py::dict BuildInfo() {
   py::dict info;
+  info["interface"] = kInterface;
   info["ffi_api_version"] = py::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   info["jaxlib_version"] = MAGI_JAX_JAXLIB_VERSION;
   info["cpu_kernels"] = cpu::SelectKernels().name;
 #ifdef MAGI_JAX_WITH_CUDA
   info["cuda"] = true;
+  info["cuda_version"] =
+      std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+  info["cuda_architectures"] = MAGI_JAX_CUDA_BUILT_FOR;
 #else
   info["cuda"] = false;
 #endif

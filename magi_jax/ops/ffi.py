@@ -12,6 +12,28 @@ import jaxlib
 
 import magi_jax
 
+# Number of the contract with the compiled module; kInterface in xla_ffi/common/registration.h.
+INTERFACE = 1
+
+
+def check_interface(found: int | None, path: str | None) -> None:
+    """Raises ImportError when the compiled module is of another version than these sources.
+
+    Called with the wrong operands, XLA would say "Wrong number of results", or nothing at all where
+    only the meaning of a table changed.
+
+    Args:
+        found: interface number of the module; None where it is older than this number.
+        path: file of the module, for the message.
+    """
+    if found == INTERFACE:
+        return
+    raise ImportError(
+        f"{path} has interface {found} of the custom calls, but these sources of magi_jax need"
+        f" {INTERFACE}: it was built from another version. Build it again: make setup in a clone, or pip"
+        " install --no-build-isolation --no-deps --force-reinstall on its folder."
+    )
+
 
 def runtime_ffi_api_version() -> tuple[int, int]:
     """XLA FFI API version ``(major, minor)`` of the running jaxlib, from the header that it ships."""
@@ -56,7 +78,8 @@ def load() -> ModuleType:
     """The extension module with its targets registered; the registration happens on the first call.
 
     Raises:
-        ImportError: the extension is not built, or the running jaxlib does not accept it.
+        ImportError: the extension is not built, is of another version than these sources, or the
+            running jaxlib does not accept it.
     """
     try:
         module = importlib.import_module("magi_jax._ffi")
@@ -66,6 +89,7 @@ def load() -> ModuleType:
             " pip install --no-build-isolation -e .) rather than importing its sources alone"
         ) from error
     info = module.build_info()
+    check_interface(info.get("interface"), module.__file__)
     check_ffi_api_version(
         info["ffi_api_version"],
         runtime_ffi_api_version(),
@@ -81,10 +105,12 @@ def build_info() -> dict[str, Any]:
     """What is installed and how it was built: quote it in reports of problems.
 
     Returns:
-        ``version`` of this package; ``ffi_api_version`` and ``jaxlib_version`` of the headers that the
-        extension was built with; ``running_jaxlib_version``; ``cpu_kernels``, the instruction set in use;
-        ``cuda``, whether the CUDA kernels are there; and ``targets``, the names of all custom calls, which
-        `jax.export` must be told to let pass.
+        ``version`` of this package; ``interface`` of its custom calls; ``ffi_api_version`` and
+        ``jaxlib_version`` of the headers that the extension was built with;
+        ``running_jaxlib_version``; ``cpu_kernels``, the instruction set in use; ``cuda``, whether the
+        CUDA kernels are there, and then the ``cuda_version`` that built them and the
+        ``cuda_architectures`` with code of their own; and ``targets``, the names of all custom calls,
+        which `jax.export` must be told to let pass.
     """
     module = load()
     return {

@@ -10,6 +10,10 @@
 
 namespace magi_jax {
 
+// Number of the contract between the custom calls and magi_jax/ops/ffi.py, which refuses any other:
+// raise both when operands, results, attributes or the meaning of a table change.
+constexpr int kInterface = 1;
+
 struct Registration {
   const char* target;
   const char* platform;  // "cpu" or "CUDA"
