@@ -20,10 +20,10 @@ from timing import seconds
 from magi_jax import DistOptions, dist_attention, group_cast, group_reduce
 from magi_jax.comm import symmetric_memory
 from magi_jax.ops import get_implementation
-from magi_jax.plan import AttentionPlan, CommMeta, PlanConfig, make_plan
+from magi_jax.plan import AttentionPlan, PlanConfig, StageTables, make_plan
 from scaling.machine import Machine, Times
 from scaling.measure import Bench
-from scaling.model import Moves, staged_us
+from scaling.model import Moves, our_us
 from scaling.work import (
     FLOPS_PER_PAIR,
     HEAD_DIM,
@@ -94,11 +94,11 @@ def check(
     plan = jax.device_put(plan, NamedSharding(mesh, ROWS))
     with options_of(transport, mesh) as options:
         moves = {
-            "forward": transfers(plan.forward_stages.comm, mesh, options),
-            "backward": transfers(plan.backward_stages.comm, mesh, options),
+            "forward": transfers(plan.forward_stages, mesh, options),
+            "backward": transfers(plan.backward_stages, mesh, options),
         }
         measured = steps(plan, mesh, bench, options)
-    predicted = staged_us(work, times, moves, Machine())
+    predicted = our_us(work, times, moves, Machine())
     result: dict = {}
     for which, per_pair in FLOPS_PER_PAIR.items():
         flops = per_pair * problem.mask.area * NUM_HEADS * HEAD_DIM / ranks
@@ -108,6 +108,8 @@ def check(
         result[f"{which}_error"] = predicted[which] / measured[which] - 1
         result[which] = flops / measured[which] / 1e6
         result[f"{which}_kernel_us"] = float(times.kernel_us(which).max())
+        result[f"{which}_calls_us"] = getattr(times, which).round(1).tolist()
+    result["late_rows"], result["rows"] = work.late_rows, work.rows
     result["reduce_us"] = moves["backward"].reduce[:, 0].tolist()
     return result
 
@@ -138,10 +140,10 @@ def steps(plan: AttentionPlan, mesh, bench: Bench, options: DistOptions) -> dict
     }
 
 
-def transfers(comms: tuple[CommMeta, ...], mesh, options: DistOptions) -> Moves:
+def transfers(stages: StageTables, mesh, options: DistOptions) -> Moves:
     """Microseconds of the cast and of the reduce of each remote stage, alone, the same on all ranks."""
     casts, reduces = [], []
-    for comm in comms:
+    for comm in stages.comm if stages.late is None else (*stages.comm, stages.late.comm):
         rows = mesh.size * comm.src_rows
 
         def cast(kv, comm):

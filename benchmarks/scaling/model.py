@@ -19,7 +19,7 @@ from scaling.work import HEAD_DIM, NODE, NUM_HEADS, NUM_KV_HEADS, Work
 def step_us(name: str, work: Work, times: Times, num_ranks: int, machine: Machine) -> dict:
     """Microseconds of the slowest rank, ``{"forward": .., "backward": ..}``."""
     if work.traffic is not None:
-        return staged_us(work, times, our_moves(work, machine), machine)
+        return our_us(work, times, our_moves(work, machine), machine)
     strategy = strategies.make(name, num_ranks, NODE)
     if isinstance(strategy, strategies.HeadRing):
         return {
@@ -44,8 +44,15 @@ def step_us(name: str, work: Work, times: Times, num_ranks: int, machine: Machin
         nothing = np.zeros((num_ranks, 1))
         both = (np.concatenate([nothing, t], axis=1) for t in (times.forward, times.backward))
         times = Times(*both)
-    both_ways = {"forward": Moves(moves), "backward": Moves(moves, moves)}
-    return staged_us(work, times, both_ways, machine, merged=False)
+    nothing = np.zeros_like(moves)
+    forward, backward = (
+        timeline.DirectionWork(kernels.T, moves, back)
+        for kernels, back in ((times.forward, nothing), (times.backward, moves))
+    )
+    return {
+        "forward": timeline.simulate(forward).predicted_us,
+        "backward": timeline.simulate(backward).predicted_us + tail_us(work.rows, machine),
+    }
 
 
 class Moves(NamedTuple):
@@ -90,26 +97,68 @@ def our_moves(work: Work, machine: Machine) -> dict[str, Moves]:
     return moves
 
 
-def staged_us(
-    work: Work, times: Times, moves: dict[str, Moves], machine: Machine, merged: bool = True
-) -> dict[str, float]:
-    """Ours, and the hybrid strategy: casts one stage ahead, reduces behind.
-
-    The forward kernel merges by itself; dQ is added up by XLA, and so is what travelling queries bring.
-    """
-    add_us = 3 * 4 * work.rows * NUM_HEADS * HEAD_DIM / machine.memory if merged else 0.0
-    ends = {}
-    for which, cast in (("forward", 0.0), ("backward", add_us)):
-        kernels, move = getattr(times, which), moves[which]
-        back = np.zeros_like(move.cast) if which == "forward" else move.reduce
-        travel, returned = getattr(times, f"travel_{which}"), 0.0
-        if travel is not None:
-            travel = timeline.TravelWork(move.travel_out, travel, move.travel_back)
-            returned = add_us - cast  # counted by the timeline where stages are merged by XLA
-        stages = timeline.DirectionWork(kernels.T, move.cast, back, cast, travel)
-        ends[which] = timeline.simulate(stages).predicted_us + returned
-    # The last cast to bfloat16, after several stages; and what backward adds to its kernels.
-    several = merged and len(moves["forward"].cast)
+def our_us(work: Work, times: Times, moves: dict[str, Moves], machine: Machine) -> dict[str, float]:
+    """Ours: casts one stage ahead, reduces behind; what XLA adds up or copies beside the kernels."""
+    several = (
+        len(moves["forward"].cast) > 0 and not work.late_rows
+    ) or times.travel_forward is not None
+    # The float32 result to bfloat16, where it had several parts; late rows gathered and put back.
+    ends = {"forward": _forward_us(work, times, moves["forward"], machine)}
     ends["forward"] += cast_us(work.rows, machine) if several else 0.0
-    ends["backward"] += tail_us(work.rows, machine)
+    ends["forward"] += _elements(work.late_rows) * (4 + 4) / machine.memory
+    ends["backward"] = _backward_us(work, times, moves["backward"], machine)
+    # Of q, dout and out, and dQ in bfloat16.
+    ends["backward"] += _elements(work.late_rows) * (3 * 4 + 4) / machine.memory
     return ends
+
+
+def _elements(rows: int) -> float:
+    """Of rows of all query heads."""
+    return rows * NUM_HEADS * HEAD_DIM
+
+
+def _forward_us(work: Work, times: Times, moves: Moves, machine: Machine) -> float:
+    """Own keys come first and hide the first cast; the kernel merges by itself."""
+    travel, returned = None, 0.0
+    if times.travel_forward is not None:
+        travel = timeline.TravelWork(moves.travel_out, times.travel_forward, moves.travel_back)
+        returned = 3 * 4 * _elements(work.rows) / machine.memory
+    nothing = np.zeros_like(moves.cast)
+    stages = timeline.DirectionWork(times.forward.T, moves.cast, nothing, 0.0, travel)
+    return timeline.simulate(stages).predicted_us + returned
+
+
+def _backward_us(work: Work, times: Times, moves: Moves, machine: Machine) -> float:
+    """Own keys come last and hide the last reduce; ``delta`` is made beside the first cast.
+
+    A rank has one link and one stream of kernels. The dQ of a stage is added by XLA to those before.
+    """
+    kernels = times.backward.T
+    stages, ranks = moves.cast.shape
+    add_us = 3 * 4 * _elements(work.rows) / machine.memory
+    link, arrived, returned = np.zeros((3, ranks))
+    if times.travel_backward is not None:
+        link = visitors = moves.travel_out
+    busy = np.full(ranks, 4 * _elements(work.rows) / machine.memory)  # delta
+    if stages:
+        link = arrived = link + moves.cast[0]
+    for stage in range(stages):
+        begin = np.maximum(busy, arrived)
+        if stage + 1 < stages:
+            link = arrived = np.maximum(link, begin) + moves.cast[stage + 1]
+        busy = begin + kernels[stage + 1] + add_us * (stage > 0)
+        busy = np.maximum(busy, returned)  # one reduce in flight
+        link = returned = np.maximum(link, busy) + moves.reduce[stage]
+    busy = busy + kernels[0]
+    if times.travel_backward is not None:
+        busy = np.maximum(busy, visitors) + times.travel_backward
+        returned = np.maximum(link, busy) + moves.travel_back
+        busy = busy + add_us
+    # The last sum of dQ is one with its way to bfloat16; so are those of dK and dV, of which few are.
+    several = stages > 0 and not work.late_rows
+    parts = 2 if several or times.travel_backward is not None else 1
+    last_us = (4 * parts + 2) * _elements(work.rows) / machine.memory
+    last_us += (
+        (4 * (1 + (stages > 0)) + 2) * 2 * work.rows * NUM_KV_HEADS * HEAD_DIM / machine.memory
+    )
+    return float(np.maximum(busy, returned).max()) + last_us

@@ -71,7 +71,8 @@ class Work(NamedTuple):
         backward_calls: those of the backward pass, ``[groups, steps]``.
         rows: rows of each rank's buffer.
         traffic, backward_traffic: rows that move in each remote stage, ``[stages, ranks, ranks]``; of our
-            plans only.
+            plans only. Late queries count as a stage.
+        late_rows: most query rows of a rank that are late, 0 where there are stages instead.
         travel_calls: the piece of each rank that serves travelling queries, ``[ranks]``, if any travel.
         travel_traffic: query rows that travel, ``[ranks, ranks]``.
         within, backward_within: rows of the second step of casts in two levels,
@@ -84,6 +85,7 @@ class Work(NamedTuple):
     rows: int
     traffic: np.ndarray | None = None
     backward_traffic: np.ndarray | None = None
+    late_rows: int = 0
     travel_calls: np.ndarray | None = None
     travel_traffic: np.ndarray | None = None
     within: np.ndarray | None = None
@@ -171,10 +173,15 @@ def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece], two_le
     config = PlanConfig(ranks_per_node=min(NODE, num_ranks))
     plan = make_plan(problem.mask, num_ranks, config)
 
-    def calls_of(stages: StageTables) -> np.ndarray:
+    def calls_of(stages: StageTables, backward: bool) -> np.ndarray:
+        # The backward kernel gives float32 in any case; the forward one where results have parts.
+        alone = not backward and not stages.comm and plan.travel is None
+        first = "final" if alone else "first"
+        calc = [(table, "merged" if stage else first) for stage, table in enumerate(stages.calc)]
+        if stages.late is not None:
+            calc.append((stages.late.calc, first))
         names = []
-        for stage, table in enumerate(stages.calc):
-            result = "merged" if stage else "first"
+        for table, result in calc:
             sizes = table.q_len, table.k_len, NUM_HEADS, NUM_KV_HEADS, result
             names.append(_add(pieces, _cells_of(table), num_ranks, sizes))
         return np.stack(names, axis=1)
@@ -184,14 +191,21 @@ def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece], two_le
         return np.stack(found) if found else np.zeros((0, num_ranks, num_ranks))
 
     directions = plan.forward_stages, plan.backward_stages
-    calls = [calls_of(stages) for stages in directions]
-    work = Work(*calls, plan.spec.local_len, *(traffic_of(stages.comm) for stages in directions))
+    comms = [
+        stages.comm if stages.late is None else (*stages.comm, stages.late.comm)
+        for stages in directions
+    ]
+    calls = [calls_of(stages, backward) for backward, stages in enumerate(directions)]
+    work = Work(*calls, plan.spec.local_len, *map(traffic_of, comms))
     if two_levels:
-        split = [[two_level(meta, NODE) for meta in stages.comm] for stages in directions]
-        across = [traffic_of(comm.across for comm in comms) for comms in split]
-        within = [traffic_of(comm.within for comm in comms) for comms in split]
+        split = [[two_level(meta, NODE) for meta in metas] for metas in comms]
+        across = [traffic_of(meta.across for meta in metas) for metas in split]
+        within = [traffic_of(meta.within for meta in metas) for metas in split]
         work = Work(*calls, plan.spec.local_len, *across)
         work = work._replace(within=within[0], backward_within=within[1])
+    if plan.late is not None:
+        held = np.count_nonzero(plan.late.rows < plan.spec.local_len, axis=1)
+        work = work._replace(late_rows=int(held.max()))
     if plan.travel is None:
         return work
     table = plan.travel.calc
@@ -239,10 +253,10 @@ def _add(pieces: dict[str, Piece], cells: tables.Cells, num_parts: int, sizes: t
 
 
 def _traffic(meta: CommMeta, num_ranks: int) -> np.ndarray:
-    """Rows from each source to each destination, ``[ranks, ranks]``."""
+    """Rows from each source to each other destination, ``[ranks, ranks]``."""
     send = np.asarray(meta.send, np.int64)
     source, entry = np.nonzero(send[..., N_ROWS])
     moved = send[source, entry]
     result = np.zeros((num_ranks, num_ranks))
     np.add.at(result, (source, moved[:, PEER]), moved[:, N_ROWS])
-    return result
+    return result * ~np.eye(num_ranks, dtype=bool)
