@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from magi_jax.solver.balanced_numpy import NumpyPlacement
-from magi_jax.solver.balanced_starts import Site, dealt, greedy_starts, node_first_starts
+from magi_jax.solver.balanced_starts import GREEDY, Site, dealt, greedy_starts, node_first_starts
 from magi_jax.solver.balanced_units import COARSE_SHARE, FINENESS, Units, make_units
 from magi_jax.solver.dispatch import Assignment, DispatchProblem, contiguous, zigzag
 from magi_jax.solver.engine import check_engine, compiled
@@ -54,40 +54,42 @@ class Effort(NamedTuple):
     """How long to search.
 
     Attributes:
+        passes: greedy passes of `balanced_starts.GREEDY` that make starting points.
+        node_first: whether others are dealt out, and made from nodes that are settled first.
         probe: proposed exchanges for each starting point.
+        probe_temperature: of these.
         searches: of the best starting points, how many are searched.
         work: proposed exchanges of all searches, times the spans that one touches.
         area_limit: imbalance from which on a placement counts as worse.
         node_weight: loads of nodes against those of ranks.
         period: every so many proposals is a pair of exchanges, of which the second mends the balance
-            after the first; 0 for none.
-        node_first: whether nodes are also settled before their ranks.
-        probe_temperature: of the searches that compare starting points.
+            after the first.
         rounds: of each search. The first may be loose: heavy units find their places, and balance comes
             later.
     """
 
+    passes: tuple[int, ...]
+    node_first: bool
     probe: int
+    probe_temperature: float
     searches: int
     work: int
     area_limit: float
     node_weight: float
     period: int
-    node_first: bool
-    probe_temperature: float
     rounds: tuple[Round, ...]
 
 
 EFFORTS = MappingProxyType(
     {
         "fast": Effort(
-            probe=600, searches=1, work=300_000, area_limit=AREA_LIMIT, node_weight=1.0, period=0,
-            node_first=False, probe_temperature=0.0,
-            rounds=(Round(1.02, 0.5, 0.2), Round(1.01, 0.5, 0.05)),
+            passes=(0, 1, 4), node_first=False, probe=400, probe_temperature=0.0, searches=1,
+            work=200_000, area_limit=AREA_LIMIT, node_weight=1.5, period=8,
+            rounds=(Round(1.02, 0.5, 0.1), Round(1.01, 0.5, 0.03)),
         ),
         "high": Effort(
-            probe=30_000, searches=3, work=400_000_000, area_limit=1.0045, node_weight=1.5, period=8,
-            node_first=True, probe_temperature=0.02,
+            passes=tuple(range(len(GREEDY))), node_first=True, probe=30_000, probe_temperature=0.02,
+            searches=3, work=400_000_000, area_limit=1.0045, node_weight=1.5, period=8,
             rounds=(Round(1.03, 0.45, 0.3), Round(1.0035, 0.55, 0.1)),
         ),
     }
@@ -236,7 +238,7 @@ def _search(
         for start in starts
         if np.bincount(start, units.area, cp_size).max() <= MAX_START_IMBALANCE * mean_area
     ]
-    starts = greedy_starts(site, placement)
+    starts = greedy_starts(site, placement, effort.passes)
     if effort.node_first:
         starts += dealt(site, placement)
         starts += node_first_starts(site, placement, starts, effort.period)

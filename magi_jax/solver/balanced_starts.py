@@ -5,7 +5,7 @@ the sequence, so that every rank and every node holds few runs of it. Where ther
 for whole nodes first, improved by exchanges between nodes, and then filled in rank by rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,10 +78,12 @@ class Site(NamedTuple):
         return np.lexsort((-self.units.area, -self.units.spare)).astype(np.int32)
 
 
-def greedy_starts(site: Site, placement: Any) -> list[np.ndarray]:
-    """One placement for each of `GREEDY`."""
+def greedy_starts(
+    site: Site, placement: Any, picked: Sequence[int] = range(len(GREEDY))
+) -> list[np.ndarray]:
+    """One placement for each of those of `GREEDY` that are ``picked``."""
     order, capacity = site.order, site.capacity
-    starts = [placement.greedy(order, capacity, tuple(weights)) for weights in GREEDY]
+    starts = [placement.greedy(order, capacity, tuple(GREEDY[i])) for i in picked]
     assert all(owner is not None for owner in starts), "all units fit where any rank may take them"
     return starts
 
