@@ -1,5 +1,7 @@
 """What the results page says of each stored result but the simulation, as lines of Markdown."""
 
+import re
+
 from report_tables import distinct, losses, span, table
 
 
@@ -160,7 +162,7 @@ def sanitizers(stored: dict) -> list[str]:
         way = "directly" if row["problem"] else "by JAX"
         groups.setdefault((row["tool"], row["path"], way), []).append(row)
         for kind, count in row["kinds"].items():
-            place = f"{row['tool']}, {row['path']}: {kind}"
+            place = f"{row['tool']}, {row['path']}: {_by_function(kind)}"
             reports[place] = reports.get(place, 0) + count
     for (tool, path, way), rows in groups.items():
         ended = sum(row["ended"] == "0" for row in rows)
@@ -182,3 +184,11 @@ def sanitizers(stored: dict) -> list[str]:
         "",
         *losses("What was reported, and how often", [f"{k} ({n})" for k, n in reports.items()]),
     ]
+
+
+def _by_function(kind: str) -> str:
+    """A race by its two functions, the writing one first; others as they are."""
+    if not kind.startswith("race: "):
+        return kind
+    accesses = re.sub(r" [\w.]+:\d+", "", kind.removeprefix("race: ")).split(", ")
+    return "race: " + ", ".join(sorted(accesses, reverse=True))

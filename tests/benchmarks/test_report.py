@@ -66,8 +66,12 @@ def test_the_models_errors_are_summed_up():
 
 
 def test_what_sanitizers_report_is_counted_over_problems():
+    kinds = {
+        "race: write at A f.h:1, read at B g.h:2": 1,
+        "race: read at B g.h:3, write at A f.h:1": 1,
+    }
     row = {"tool": "racecheck", "path": "sm90", "problem": "causal", "ended": "0", "wrong": "",
-           "errors": 1, "warnings": 0, "survived": "", "kinds": {"race: a": 2}}  # fmt: skip
+           "errors": 1, "warnings": 0, "survived": "", "kinds": kinds}  # fmt: skip
     stopped = {**row, "problem": "full", "ended": "stopped after 5 s", "errors": None}
     by_jax = {**row, "problem": None, "survived": "3 of 3", "kinds": {}}
     wrong = {**row, "wrong": "out: error"}
@@ -76,4 +80,4 @@ def test_what_sanitizers_report_is_counted_over_problems():
         "| racecheck | sm90 | directly | 2 of 3 (others: stopped after 5 s) | 1 of 2 | 2 |" in lines
     )
     assert "| racecheck | sm90 | by JAX | 1 of 1 | 3 of 3 | 1 |" in lines
-    assert "- racecheck, sm90: race: a (6)" in lines
+    assert "- racecheck, sm90: race: write at A, read at B (6)" in lines
