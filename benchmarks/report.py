@@ -59,6 +59,12 @@ def sections() -> list[tuple[str, str, str, Callable[[dict], list[str]]]]:
     return [
         ("Kernels on one GPU", "kernels_gpu.json", f"{python}kernels.py", write.kernels),
         (
+            "Kernels on one GPU, head dim 64",
+            "kernels_64_gpu.json",
+            f"{python}kernels.py --head-dims 64",
+            write.kernels,
+        ),
+        (
             "8 to 64 GPUs, simulated",
             "scaling.json",
             f"{python}scaling simulate",
