@@ -185,7 +185,8 @@ class Decoder(nnx.Module):
         """Makes the embedding, the blocks, the last norm and the output projection."""
         self.config = config
         vocab_size, features, dtype = config.vocab_size, config.features, config.dtype
-        self.embed = nnx.Embed(vocab_size, features, dtype=dtype, rngs=rngs)
+        # In float32, so that the gradients of a token's many places are summed in it; rows are cast.
+        self.embed = nnx.Embed(vocab_size, features, rngs=rngs)
         self.blocks = nnx.List(DecoderBlock(config, rngs=rngs) for _ in range(config.num_layers))
         self.norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
         self.head = nnx.Linear(features, vocab_size, use_bias=False, dtype=dtype, rngs=rngs)
@@ -204,7 +205,8 @@ class Decoder(nnx.Module):
         Returns:
             ``[*B, T, vocab_size]`` float32.
         """
-        x = self.config.keep(self.embed(tokens))
+        x = self.embed(tokens)
+        x = self.config.keep(x if self.config.dtype is None else x.astype(self.config.dtype))
         for index, block in enumerate(self.blocks):
             x = block(x, positions, attends[index % len(attends)])
         return self.head(self.norm(x)).astype(jnp.float32)

@@ -1,5 +1,7 @@
 """The layers of `magi_jax.flax`: rotary embedding against complex numbers, a decoder in any layout."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,3 +89,23 @@ def test_decoder_does_not_look_into_other_documents(rng):
     before, after = (model(t, positions, attends) for t in (tokens, changed))
     np.testing.assert_array_equal(before[:60], after[:60])
     assert not np.allclose(before[60:], after[60:])
+
+
+def test_gradients_of_a_token_s_many_places_are_summed_in_float32(rng):
+    """In bfloat16 the sum of thousands of rows would depend on their order, and so on the dispatch."""
+    config = dataclasses.replace(CONFIG, num_layers=0, dtype=jnp.bfloat16)
+    graphdef, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    tokens = jnp.zeros(8192, jnp.int32)
+    weights = rng.uniform(size=(8192, config.vocab_size)).astype(np.float32)
+
+    @jax.jit
+    def embedding_grad(params, weights):
+        def loss(params):
+            logits = nnx.merge(graphdef, params)(tokens, tokens, ())
+            return (jax.nn.log_softmax(logits) * weights).sum()
+
+        return jax.grad(loss)(params)["embed"]["embedding"][...][0]
+
+    found = embedding_grad(params, weights)
+    again = embedding_grad(params, weights[np.argsort(weights[:, 0])])
+    np.testing.assert_allclose(again, found, rtol=1e-4, atol=1e-4 * np.abs(found).max())
