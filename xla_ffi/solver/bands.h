@@ -23,14 +23,16 @@ inline int64_t RampSum(int64_t x, int64_t width) {
   return rising * (rising + 1) / 2 - beyond * (beyond + 1) / 2;
 }
 
+// Cells with k - q <= d of queries [q_start, q_end) and the keys of a slice.
+inline int64_t CellsUpTo(const BandSlice& s, int64_t q_start, int64_t q_end, int64_t d) {
+  const int64_t width = s.k_end - s.k_start;
+  return RampSum(q_end + d - s.k_start, width) - RampSum(q_start + d - s.k_start, width);
+}
+
 // Visible cells of a tight slice.
 inline int64_t Area(const BandSlice& s) {
-  const int64_t width = s.k_end - s.k_start;
-  if (s.full()) return (s.q_end - s.q_start) * width;
-  const auto cells_up_to = [&](int64_t d) {
-    return RampSum(s.q_end + d - s.k_start, width) - RampSum(s.q_start + d - s.k_start, width);
-  };
-  return cells_up_to(s.d_max) - cells_up_to(s.d_min - 1);
+  if (s.full()) return (s.q_end - s.q_start) * (s.k_end - s.k_start);
+  return CellsUpTo(s, s.q_start, s.q_end, s.d_max) - CellsUpTo(s, s.q_start, s.q_end, s.d_min - 1);
 }
 
 // The slice without slack; one without a visible cell becomes all zeros.

@@ -9,42 +9,52 @@ namespace {
 
 // What one slice shows to the rows of one tile.
 struct Piece {
-  int64_t begin, end;  // visible keys
-  int64_t full_begin,
-      full_end;  // keys that all rows of the tile see; empty when full_begin >= full_end
+  int32_t begin, end;  // visible keys
+  // Keys that all rows of the tile see; empty when full_begin >= full_end.
+  int32_t full_begin, full_end;
   int64_t area;
   int32_t id;
 };
 
-Piece PieceOf(const BandSlice& slice, int32_t id, int64_t tile_start, int64_t tile_end,
-              int64_t rows_end) {
-  const BandSlice cut = ClipQueries(slice, tile_start, tile_end);
-  Piece piece = {cut.k_start, cut.k_end, 0, 0, Area(cut), id};
-  if (cut.q_start == tile_start && cut.q_end == rows_end) {
-    piece.full_begin = std::max(cut.k_start, rows_end - 1 + cut.d_min);
-    piece.full_end = std::min(cut.k_end, tile_start + cut.d_max + 1);
-  }
-  return piece;
+// The part of a tight slice in rows [tile_start, tile_end), of which those before `rows_end` exist.
+// Every query of a tight slice sees a key, so that clipping to some of them leaves no slack but in
+// the keys. Fields are written one by one: copies of whole slices stall on their own stores.
+void SetPiece(const BandSlice& s, bool is_full, int32_t id, int64_t tile_start, int64_t tile_end,
+              int64_t rows_end, Piece* piece) {
+  const int64_t q_start = std::max(s.q_start, tile_start), q_end = std::min(s.q_end, tile_end);
+  const int64_t begin = std::max(s.k_start, q_start + s.d_min);
+  const int64_t end = std::min(s.k_end, q_end + s.d_max);
+  piece->begin = static_cast<int32_t>(begin);
+  piece->end = static_cast<int32_t>(end);
+  const bool covers = q_start == tile_start && q_end == rows_end;
+  piece->full_begin =
+      covers ? static_cast<int32_t>(std::max(begin, q_end - 1 + s.d_min)) : piece->begin;
+  piece->full_end =
+      covers ? static_cast<int32_t>(std::min(end, q_start + s.d_max + 1)) : piece->begin;
+  piece->area =
+      is_full ? (q_end - q_start) * (s.k_end - s.k_start)
+              : CellsUpTo(s, q_start, q_end, s.d_max) - CellsUpTo(s, q_start, q_end, s.d_min - 1);
+  piece->id = id;
 }
 
 // The longest union of abutting full intervals of pieces [first, last), the later of two as long.
 void SetFullInterval(const Piece* first, const Piece* last,
-                     std::vector<std::pair<int64_t, int64_t>>* full, TileRun* run) {
+                     std::vector<std::pair<int32_t, int32_t>>* full, TileRun* run) {
   full->clear();
   for (const Piece* piece = first; piece != last; ++piece)
     if (piece->full_begin < piece->full_end) full->push_back({piece->full_begin, piece->full_end});
   if (full->size() > 1) std::sort(full->begin(), full->end());
   run->full_begin = run->full_end = run->begin;
-  int64_t best = 0;
+  int32_t best = 0;
   for (size_t i = 0; i < full->size();) {
-    const int64_t begin = (*full)[i].first;
-    int64_t end = (*full)[i].second;
+    const int32_t begin = (*full)[i].first;
+    int32_t end = (*full)[i].second;
     for (++i; i < full->size() && (*full)[i].first <= end; ++i)
       end = std::max(end, (*full)[i].second);
     if (end - begin < best) continue;
     best = end - begin;
-    run->full_begin = static_cast<int32_t>(begin);
-    run->full_end = static_cast<int32_t>(end);
+    run->full_begin = begin;
+    run->full_end = end;
   }
 }
 
@@ -61,24 +71,22 @@ void SortByBegin(Piece* first, Piece* last) {
 
 // Appends the runs of one tile, whose pieces are sorted by begin; ids are counted from `id_base`.
 void AppendRuns(const Piece* piece, const Piece* last, size_t id_base,
-                std::vector<std::pair<int64_t, int64_t>>* full, TileWalks* walks) {
+                std::vector<std::pair<int32_t, int32_t>>* full, TileWalks* walks) {
   while (piece != last) {
     const Piece* const first = piece;
     if (piece + 1 == last) {  // most tiles
       const bool any = piece->full_begin < piece->full_end;
       const auto id = static_cast<int32_t>(walks->ids.size() - id_base);
-      walks->runs.push_back({static_cast<int32_t>(piece->begin), static_cast<int32_t>(piece->end),
-                             static_cast<int32_t>(any ? piece->full_begin : piece->begin),
-                             static_cast<int32_t>(any ? piece->full_end : piece->begin), id,
-                             id + 1});
+      walks->runs.push_back({piece->begin, piece->end, any ? piece->full_begin : piece->begin,
+                             any ? piece->full_end : piece->begin, id, id + 1});
       walks->ids.push_back(piece->id);
       return;
     }
-    int64_t end = piece->end;
+    int32_t end = piece->end;
     for (++piece; piece != last && piece->begin <= end; ++piece) end = std::max(end, piece->end);
     TileRun run = {};
-    run.begin = static_cast<int32_t>(first->begin);
-    run.end = static_cast<int32_t>(end);
+    run.begin = first->begin;
+    run.end = end;
     run.ids_begin = static_cast<int32_t>(walks->ids.size() - id_base);
     run.ids_end = static_cast<int32_t>(run.ids_begin + (piece - first));
     SetFullInterval(first, piece, full, &run);
@@ -101,10 +109,11 @@ void CutToTiles(const BandSlice* slices, int64_t num_slices, int64_t length, int
   pieces->resize(ptr->back());
   // Filled from the back, so that ptr[t + 1], the end of tile t, becomes its begin.
   for (int64_t i = num_slices - 1; i >= 0; --i) {
+    const bool is_full = slices[i].full();
     for (int64_t t = first_tile(slices[i]); t <= last_tile(slices[i]); ++t) {
       const int64_t start = t * tile_size, end = start + tile_size;
-      (*pieces)[--counts[t]] =
-          PieceOf(slices[i], static_cast<int32_t>(i), start, end, std::min(end, length));
+      SetPiece(slices[i], is_full, static_cast<int32_t>(i), start, end, std::min(end, length),
+               &(*pieces)[--counts[t]]);
     }
   }
   std::move(ptr->begin() + 1, ptr->end(), ptr->begin());
@@ -119,7 +128,7 @@ TileWalks WalkTiles(const BandSlice* slices, const std::vector<int64_t>& begin, 
   TileWalks walks;
   std::vector<Piece> pieces;
   std::vector<int64_t> tile_ptr(num_tiles + 1), work(num_tiles);
-  std::vector<std::pair<int64_t, int64_t>> full;
+  std::vector<std::pair<int32_t, int32_t>> full;
   int64_t num_pieces = 0;
   for (int64_t i = begin.front(); i < begin.back(); ++i)
     num_pieces += (slices[i].q_end - 1) / tile_size - slices[i].q_start / tile_size + 1;
