@@ -80,22 +80,39 @@ class Late:
             pending: what `fetch` gave.
 
         Returns:
-            dq of late queries for `put_gradient`, and dK and dV on the way to their owners.
+            dq of late queries for `add_gradient`, and dK and dV on the way to their owners.
         """
         keys_values, rows = self.take(pending, rows)
         dq, *dkv = gradients(self._rows_of(*rows), keys_values, self.tables.calc)
+        shared = self.tables.shared
         returning = start_reduce(
             dkv,
-            self.tables.comm,
+            self.tables.comm if shared is None else shared.comm,
             self.axis_name,
             wire_dtype=self.wire_dtype,
             transport=self.transport,
         )
         return dq, returning
 
-    def put_gradient(self, dq: jax.Array, late_dq: jax.Array) -> jax.Array:
-        """Gradient of q ``[T, N, H]`` of all queries, from that of the others and of late ones."""
-        return self._put(dq, late_dq.astype(dq.dtype))
+    @property
+    def is_all_of_its_keys(self) -> bool:
+        """Whether keys whose gradients return have none from elsewhere."""
+        return self.tables.shared is not None
+
+    def add_gradient(self, dq: jax.Array, late_dq: jax.Array) -> jax.Array:
+        """Gradient of q ``[T, N, H]``, float32, with what late queries add."""
+        return dq.at[self.tables.rows].add(late_dq, mode="drop", unique_indices=True)
+
+    def add_returned(self, dkv: list[jax.Array], returning: InFlight) -> list[jax.Array]:
+        """Gradients of own keys and values with those that return."""
+        returned = finish(returning, self.transport)
+        shared = self.tables.shared
+        if shared is None:
+            return [x + y for x, y in zip(dkv, returned, strict=True)]
+        return [
+            x.at[shared.rows].add(y.astype(x.dtype), mode="drop", unique_indices=True)
+            for x, y in zip(dkv, returned, strict=True)
+        ]
 
     def _rows_of(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """Late rows of each array; zeros past the last of them."""

@@ -111,9 +111,9 @@ class Stages:
         """
         (dout, dlse), (out, lse, kept), (q, k, v, sinks) = cotangents, results, operands
 
-        def gradients(rows, keys_values, table):
+        def gradients(rows, keys_values, table, dkv_dtype=jnp.float32):
             (dout, q, lse, delta), (k, v) = rows, keys_values
-            options = self._kernel_options() | {"dkv_dtype": jnp.float32}
+            options = self._kernel_options() | {"dkv_dtype": dkv_dtype}
             return self.implementation.backward(dout, q, k, v, lse, delta, table, **options)
 
         # What was kept came in the stages of the forward pass.
@@ -134,7 +134,11 @@ class Stages:
         if late:
             late_dq, of_late = late.differentiate(gradients, rows, of_late_keys)
         table = behind(behind(stages.calc[0], returning), of_late)
-        dq, *own_dkv = gradients(rows, (k, v), table)
+        # Nothing is added to what is all of a key's gradient.
+        is_final = late is None or late.is_all_of_its_keys
+        is_final &= not stages.comm and travel is None and not self.shared_key_axes
+        dkv_dtype = k.dtype if is_final else jnp.float32
+        dq, *own_dkv = gradients(rows, (k, v), table, dkv_dtype)
         if travel:
             visitors, (dq, *own_dkv) = barrier(visitors, (dq, *own_dkv))
             returned_dq, visitors_dkv = travel.differentiate(gradients, visitors, (k, v))
@@ -142,18 +146,16 @@ class Stages:
         if returning is not None:
             returning, dq = barrier(returning, dq)
             dkv = _add(dkv, finish(returning, self.transport))
-        if of_late is not None:
-            of_late, dq = barrier(of_late, dq)
-            dkv = _add(dkv, finish(of_late, self.transport))
         dq = dq if remote_dq is None else remote_dq + dq
         if returned_dq is not None:
             dq = dq + returned_dq
-        dq = dq.astype(q.dtype)
+        dkv = _add(dkv, own_dkv)
         if late:
-            dq = late.put_gradient(dq, late_dq)
-        dk, dv = self._sum_shared(_add(dkv, own_dkv))
+            of_late, dq = barrier(of_late, dq)
+            dq, dkv = late.add_gradient(dq, late_dq), late.add_returned(dkv, of_late)
+        dk, dv = self._sum_shared(dkv)
         dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
-        return dq, dk.astype(k.dtype), dv.astype(v.dtype), dsinks
+        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
 
     def _remote_gradients(self, gradients, rows, remote: "_Prefetch", stages):
         """Of all remote stages: dQ, what has come back of dK and dV, and what is still on its way;

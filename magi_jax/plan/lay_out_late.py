@@ -1,14 +1,16 @@
 """Lays late queries out: which rows they are, the cast of their keys, and their slice table."""
 
+import dataclasses
+
 import numpy as np
 
-from magi_jax.plan.frame import Frame
-from magi_jax.plan.lay_out import comm_meta, empty_comm
+from magi_jax.plan.frame import Frame, does_not_fit
+from magi_jax.plan.lay_out import comm_meta, empty_comm, padding_piece
 from magi_jax.plan.slice_table import build_table, empty_table
 from magi_jax.plan.spec import MIN_BUFFER_ROWS, CommSpec, LateSpec, bucket
-from magi_jax.plan.tables import LateTables
+from magi_jax.plan.tables import N_ROWS, PEER, SRC_ROW, CommMeta, LateTables, SharedTables
 from magi_jax.solver import intervals, transfer
-from magi_jax.solver.late import LateRows, LateWork
+from magi_jax.solver.late import LateWork, RankRows
 from magi_jax.solver.work import Keys
 
 
@@ -42,14 +44,52 @@ def late_tables(
         late.slices.slices, np.asarray(late.slices.rank, np.int64), frame.cp_size, num_rows,
         comm.dst_rows, frame.tile_size, engine, None if wanted is None else wanted.calc, f"{path}.calc",
     )  # fmt: skip
-    return LateTables(_row_table(late.rows, num_rows, frame), comm, calc)
+    shared = None
+    if late.shared is not None:
+        size = bucket(int(late.shared.held.max(initial=0)), MIN_BUFFER_ROWS)
+        if wanted is not None and wanted.shared_rows is not None:
+            if size > wanted.shared_rows:
+                size = int(late.shared.held.max())
+            if size > wanted.shared_rows:
+                raise does_not_fit(
+                    f"{path}.shared_rows is {wanted.shared_rows}, but {size} is needed"
+                )
+            size = wanted.shared_rows
+        shared = _shared_tables(late.shared, comm, size)
+    return LateTables(_row_table(late.rows, num_rows, frame.local_len), comm, calc, shared)
+
+
+def _shared_tables(shared: RankRows, comm: CommMeta, num_rows: int) -> SharedTables:
+    """The same pieces, but at their owners rows of a buffer of shared keys."""
+    cp_size, span = comm.spec.cp_size, comm.src_rows
+    first = shared.rank * span + shared.begin
+    moved = shared.start - shared.begin
+    spec = dataclasses.replace(comm.spec, src_rows=num_rows)
+
+    def in_buffer(table: np.ndarray, owner: np.ndarray) -> np.ndarray:
+        table = np.array(table)
+        held = table[:, :, N_ROWS] > 0
+        place = (owner * span + table[:, :, SRC_ROW])[held]
+        part = np.searchsorted(first, place, side="right") - 1
+        table[:, :, SRC_ROW][held] += moved[part].astype(np.int32)
+        table[~held] = padding_piece(spec)
+        return table
+
+    ranks = np.broadcast_to(np.arange(cp_size)[:, None], comm.send.shape[:2])
+    send = in_buffer(comm.send, ranks)
+    recv = in_buffer(comm.recv, np.asarray(comm.recv[:, :, PEER], np.int64))
+    return SharedTables(_row_table(shared, num_rows, span), CommMeta(send, recv, spec))
 
 
 def empty_late(spec: LateSpec, local_len: int) -> LateTables:
     """Tables of a plan in which no query is late."""
     cp_size = spec.comm.cp_size
     rows = no_rows(cp_size, spec.calc.q_len, local_len)
-    return LateTables(rows, empty_comm(spec.comm), empty_table(spec.calc, cp_size))
+    shared = None
+    if spec.shared_rows is not None:
+        nothing = no_rows(cp_size, spec.shared_rows, spec.comm.src_rows)
+        shared = SharedTables(nothing, empty_comm(spec.shared_comm))
+    return LateTables(rows, empty_comm(spec.comm), empty_table(spec.calc, cp_size), shared)
 
 
 def no_rows(cp_size: int, num_rows: int, local_len: int) -> np.ndarray:
@@ -58,8 +98,8 @@ def no_rows(cp_size: int, num_rows: int, local_len: int) -> np.ndarray:
     return np.broadcast_to(rows, (cp_size, num_rows)).copy()
 
 
-def _row_table(rows: LateRows, num_rows: int, frame: Frame) -> np.ndarray:
-    table = no_rows(frame.cp_size, num_rows, frame.local_len)
+def _row_table(rows: RankRows, num_rows: int, local_len: int) -> np.ndarray:
+    table = no_rows(len(rows.held), num_rows, local_len)
     source, row = intervals.expand(rows.begin, rows.end - rows.begin)
     table[rows.rank[source], row - rows.begin[source] + rows.start[source]] = row
     return table

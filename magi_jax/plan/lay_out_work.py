@@ -11,7 +11,14 @@ from magi_jax.plan.slice_table import build_table, empty_table, exact_spec
 from magi_jax.plan.spec import CommSpec, LateSpec, PlanSpec, StagesSpec, TableSpec, TravelSpec
 from magi_jax.plan.tables import LateTables, SliceTable, StageTables, TravelTables
 from magi_jax.solver import transfer
-from magi_jax.solver.late import MOST_LATE, LateWork, find_late, late_rows, predict_us
+from magi_jax.solver.late import (
+    MOST_LATE,
+    LateWork,
+    find_late,
+    find_late_gradients,
+    late_rows,
+    predict_us,
+)
 from magi_jax.solver.overlap import Counts, Machine, choose_stages
 from magi_jax.solver.stages import Staged, StageSlices
 from magi_jax.solver.work import Travel, Work
@@ -128,12 +135,13 @@ def _late_in(
     late: LateWork, work: Work, frame: Frame, spec: PlanSpec | None
 ) -> tuple[StageTables, StageTables | None]:
     """Both directions with late queries."""
+    gradients = find_late_gradients(work, late, frame.tile_size, frame.local_len)
     if spec is None:
-        return _lay_out_late(late, work, frame, None), None
-    forward = _lay_out_late(late, work, frame, spec.forward_stages)
+        return _lay_out_late(late, work, frame, None), _lay_out_late(gradients, work, frame, None)
     if spec.backward is None:
-        return forward, None
-    return forward, _lay_out_late(late, work, frame, spec.backward, "spec.backward")
+        raise does_not_fit("spec.backward is None, but queries are late")
+    forward = _lay_out_late(late, work, frame, spec.forward_stages)
+    return forward, _lay_out_late(gradients, work, frame, spec.backward, "spec.backward")
 
 
 def _stages_in(
@@ -284,7 +292,8 @@ def spec_of(tables: WorkTables) -> dict:
         return StagesSpec(tuple(map(exact_spec, part.calc)), comm, last)
 
     def late(part: LateTables) -> LateSpec:
-        return LateSpec(exact_spec(part.calc), part.comm.spec)
+        shared_rows = None if part.shared is None else part.shared.comm.src_rows
+        return LateSpec(exact_spec(part.calc), part.comm.spec, shared_rows)
 
     def travel(part: TravelTables) -> TravelSpec:
         return TravelSpec(exact_spec(part.calc), part.comm.spec)

@@ -13,6 +13,7 @@ from magi_jax.plan.tables import (
     CommMeta,
     DispatchMeta,
     LateTables,
+    SharedTables,
     SliceTable,
     StageTables,
     TravelTables,
@@ -68,7 +69,14 @@ def _pad_stages(stages: StageTables, wanted: StagesSpec, local_len: int) -> Stag
 def _pad_late(late: LateTables, wanted: LateSpec, local_len: int) -> LateTables:
     rows = no_rows(len(late.rows), wanted.calc.q_len, local_len)
     rows[:, : late.rows.shape[1]] = late.rows
-    return LateTables(rows, _pad_comm(late.comm, wanted.comm), _pad_table(late.calc, wanted.calc))
+    comm, calc = _pad_comm(late.comm, wanted.comm), _pad_table(late.calc, wanted.calc)
+    assert (late.shared is None) == (wanted.shared_rows is None), "one direction is another's"
+    if late.shared is None or wanted.shared_rows is None:
+        return LateTables(rows, comm, calc)
+    keys = no_rows(len(rows), wanted.shared_rows, wanted.comm.src_rows)
+    keys[:, : late.shared.rows.shape[1]] = late.shared.rows
+    shared = SharedTables(keys, _pad_comm(late.shared.comm, wanted.shared_comm))
+    return LateTables(rows, comm, calc, shared)
 
 
 def _pad_comm(meta: CommMeta, wanted: CommSpec) -> CommMeta:

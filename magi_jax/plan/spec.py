@@ -174,10 +174,22 @@ class CommSpec(_Sizes):
 
 @dataclass(frozen=True)
 class LateSpec(_Sizes):
-    """Sizes of a `LateTables`: the slice table, and the cast that fills the buffer of its keys."""
+    """Sizes of a `LateTables`: the slice table, and the cast that fills the buffer of its keys.
+
+    Attributes:
+        calc, comm: as there.
+        shared_rows: capacity ``E`` of its `SharedTables`; None where it has none.
+    """
 
     calc: TableSpec
     comm: CommSpec
+    shared_rows: int | None = dataclasses.field(default=None, metadata=_capacity(MIN_BUFFER_ROWS))
+
+    @property
+    def shared_comm(self) -> CommSpec:
+        """Sizes of the transfer of the `SharedTables`."""
+        assert self.shared_rows is not None, "there are no shared keys"
+        return dataclasses.replace(self.comm, src_rows=self.shared_rows)
 
 
 @dataclass(frozen=True)
@@ -325,7 +337,11 @@ class PlanSpec(_Sizes):
             calc = _rounded(late.calc, None, factor)
             q_len = bucket(math.ceil(late.calc.q_len * factor), MIN_BUFFER_ROWS)
             calc = dataclasses.replace(calc, q_len=q_len, k_len=comm.dst_rows)
-            return LateSpec(calc, comm)
+            rows = late.shared_rows
+            if rows is not None:
+                rows = min(bucket(math.ceil(rows * factor), MIN_BUFFER_ROWS), comm.src_rows)
+                rows = max(rows, late.shared_rows or 0)
+            return LateSpec(calc, comm, rows)
 
         def travelled(travel: TravelSpec) -> TravelSpec:
             comm = grown(travel.comm)

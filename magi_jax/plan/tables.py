@@ -87,6 +87,20 @@ class CommMeta:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
+class SharedTables:
+    """Own keys of a rank whose whole gradient comes back from the buffers of late queries.
+
+    Attributes:
+        rows: ``[cp, E]`` their local rows; padding is past the end, no row.
+        comm: the transfer of the late queries' keys, with rows of ``rows`` for local ones.
+    """
+
+    rows: Array
+    comm: CommMeta
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
 class LateTables:
     """Query rows that are computed last and at once, with all their keys in one buffer.
 
@@ -95,11 +109,14 @@ class LateTables:
             ``local_len + i`` at entry ``i``, no row.
         comm: fills the buffer of their keys, those of the rank itself included.
         calc: late queries against that buffer.
+        shared: of the backward pass, keys of which stage 0 gives no gradient; None in the forward pass,
+            where it would.
     """
 
     rows: Array
     comm: CommMeta
     calc: SliceTable
+    shared: SharedTables | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -22,14 +22,15 @@ from magi_jax.solver.work import Work, traffic
 MOST_LATE = 0.5
 
 
-class LateRows(NamedTuple):
-    """Intervals of local query rows that are late, ``[n]`` each, sorted by (rank, begin) and disjoint.
+class RankRows(NamedTuple):
+    """Local rows of each rank that are gathered into a buffer: intervals ``[n]``, sorted by (rank, begin) and
+    disjoint.
 
     Attributes:
         rank: whose rows.
         begin, end: local rows.
-        start: first row in the buffer of the rank's late rows.
-        held: ``[cp]`` late rows of each rank.
+        start: first row in the buffer.
+        held: ``[cp]`` rows of each rank's buffer.
     """
 
     rank: np.ndarray
@@ -47,12 +48,15 @@ class LateWork(NamedTuple):
         rows: which queries are late.
         keys: ranges that fill the buffer of their keys, own ones (``src == dst``) included.
         slices: what late queries see: queries are rows of their buffer, keys rows of theirs.
+        shared: own keys whose whole gradient comes back from the buffers of late queries, and from there
+            alone; None where it is to be added to what stage 0 gives.
     """
 
     home: Staged
-    rows: LateRows
+    rows: RankRows
     keys: Remote
     slices: StageSlices
+    shared: RankRows | None = None
 
 
 def predict_us(late: LateWork, machine: Machine) -> float:
@@ -72,7 +76,7 @@ def predict_us(late: LateWork, machine: Machine) -> float:
     return sum(timeline.simulate(work).predicted_us for work in works)
 
 
-def find_late(work: Work, rows: LateRows, local_len: int) -> LateWork:
+def find_late(work: Work, rows: RankRows, local_len: int) -> LateWork:
     """The work with these rows late.
 
     Args:
@@ -81,10 +85,51 @@ def find_late(work: Work, rows: LateRows, local_len: int) -> LateWork:
         local_len: query rows of each rank.
     """
     assert work.travel is None, "the own keys of a travelling query are in stage 0"
+    home, late = _split_queries(work.cut, rows, local_len)
+    return _late_work(work, home, late, rows, local_len)
+
+
+def find_late_gradients(work: Work, forward: LateWork, tile_size: int, local_len: int) -> LateWork:
+    """The backward pass of the same. What other queries of a rank see of keys that late queries see too moves
+    to the late call, so that all of a key's gradient comes from one place, and stage 0 writes that of
+    other keys once and for all.
+
+    Args:
+        work: what the layout asks for.
+        forward: late queries of the forward pass.
+        tile_size: rows of a query tile.
+        local_len: query rows of each rank.
+    """
+    cp_size, sent = work.layout.cp_size, forward.keys
+    early, late = _split_queries(work.cut, forward.rows, local_len)
+    home, moved = _split_keys(early, _rank_rows(sent.src, sent.begin, sent.end, cp_size))
+    begin = (moved.slices[:, bands.Q_START] + moved.q_offset) // tile_size * tile_size
+    end = -(-(moved.slices[:, bands.Q_END] + moved.q_offset) // tile_size) * tile_size
+    rows = _rank_rows(
+        np.concatenate([forward.rows.rank, moved.rank]),
+        np.concatenate([forward.rows.begin, begin]),
+        np.concatenate([forward.rows.end, np.minimum(end, local_len)]),
+        cp_size,
+    )
+    both = QueryCut(*map(np.concatenate, zip(late, moved, strict=True)))
+    order = np.argsort(both.rank, kind="stable")
+    found = _late_work(work, home, QueryCut(*(part[order] for part in both)), rows, local_len)
+    sent = found.keys
+    end_row = sent.src_row + sent.end - sent.begin
+    return found._replace(shared=_rank_rows(sent.src, sent.src_row, end_row, cp_size))
+
+
+def _late_work(
+    work: Work, home: QueryCut, late: QueryCut, rows: RankRows, local_len: int
+) -> LateWork:
+    """Work whose late slices, those of local ``rows``, are ``late``."""
     owners = work.keys.layout
     assert owners is not None, "nobody waits for keys that are everywhere"
-    home, late = _split(work.cut, rows, local_len)
     keys = remote_ranges(late, owners, with_own=True)
+    # Each slice lies in one interval of the rows, which takes it to their buffer.
+    first = late.slices[:, bands.Q_START] + late.q_offset + late.rank * local_len
+    part = np.searchsorted(rows.begin + rows.rank * local_len, first, side="right") - 1
+    late = late._replace(q_offset=late.q_offset + (rows.start - rows.begin)[part])
     # Nobody owns keys here: all that these queries see is received.
     none = np.zeros(0, np.int64)
     nobody = Layout(np.array([owners.seq_len]), none, none, owners.cp_size)
@@ -92,7 +137,7 @@ def find_late(work: Work, rows: LateRows, local_len: int) -> LateWork:
     return LateWork(work._replace(cut=home, far=NOTHING_REMOTE).staged(0), rows, keys, slices)
 
 
-def late_rows(staged: Staged, cp_size: int, tile_size: int, local_len: int) -> LateRows:
+def late_rows(staged: Staged, cp_size: int, tile_size: int, local_len: int) -> RankRows:
     """Rows of the tiles in which a query sees a key of another rank.
 
     Args:
@@ -105,30 +150,44 @@ def late_rows(staged: Staged, cp_size: int, tile_size: int, local_len: int) -> L
     rank = np.concatenate([stage.rank for stage in staged.slices[1:]])
     begin = slices[:, bands.Q_START] // tile_size * tile_size
     end = np.minimum(-(-slices[:, bands.Q_END] // tile_size) * tile_size, local_len)
+    return _rank_rows(rank, begin, end, cp_size)
+
+
+def _rank_rows(rank: np.ndarray, begin: np.ndarray, end: np.ndarray, cp_size: int) -> RankRows:
     rank, begin, end = intervals.union(rank, begin, end)
     size = end - begin
     held = np.bincount(rank, size, cp_size).astype(np.int64)
-    return LateRows(rank, begin, end, intervals.offsets(rank, size, cp_size), held)
+    return RankRows(rank, begin, end, intervals.offsets(rank, size, cp_size), held)
 
 
-def _split(cut: QueryCut, rows: LateRows, local_len: int) -> tuple[QueryCut, QueryCut]:
-    """Slices of all other queries, and of late ones, whose ``q_offset`` leads into their buffer."""
-    # All ranks' local rows on one axis.
+def _split_queries(cut: QueryCut, rows: RankRows, local_len: int) -> tuple[QueryCut, QueryCut]:
+    """Slices of all other queries, and of those in local ``rows``."""
     base = cut.rank * local_len + cut.q_offset
-    begin, end = rows.rank * local_len + rows.begin, rows.rank * local_len + rows.end
-    others = np.append(0, end), np.append(begin, len(rows.held) * local_len)
-    filled = others[0] < others[1]
-    other = _pieces(cut, base, others[0][filled], others[1][filled], np.zeros(filled.sum(), int))
-    return other, _pieces(cut, base, begin, end, rows.start - rows.begin)
+    columns = (bands.Q_START, bands.Q_END)
+    return _split(cut, base, columns, rows, local_len)
 
 
-def _pieces(cut, base, begin, end, shift) -> QueryCut:
-    source, part = intervals.meet(
-        cut.slices[:, bands.Q_START] + base, cut.slices[:, bands.Q_END] + base, begin, end
-    )
-    pieces = bands.clip(
-        cut.slices[source], q_start=begin[part] - base[source], q_end=end[part] - base[source]
-    )
-    seen = bands.is_visible(pieces)
-    offset = cut.q_offset[source] + shift[part]
-    return QueryCut(pieces[seen], cut.rank[source][seen], offset[seen])
+def _split_keys(cut: QueryCut, keys: RankRows) -> tuple[QueryCut, QueryCut]:
+    """Slices with all other keys, and with those that a rank has in ``keys``, by place in the sequence."""
+    span = int(max(keys.end.max(initial=0), cut.slices[:, bands.K_END].max(initial=0)))
+    return _split(cut, cut.rank * span, (bands.K_START, bands.K_END), keys, span)
+
+
+def _split(cut, base, columns, rows, span) -> tuple[QueryCut, QueryCut]:
+    """What of a cut lies outside of ``rows`` and inside, where ``base`` takes the positions in ``columns`` to
+    one axis on which each rank has ``span`` places.
+    """
+    first, last = cut.slices[:, columns[0]] + base, cut.slices[:, columns[1]] + base
+    begin, end = rows.rank * span + rows.begin, rows.rank * span + rows.end
+    gaps = np.append(0, end), np.append(begin, len(rows.held) * span)
+    filled = gaps[0] < gaps[1]
+    names = ("q_start", "q_end") if columns[0] == bands.Q_START else ("k_start", "k_end")
+
+    def inside(begin, end) -> QueryCut:
+        source, part = intervals.meet(first, last, begin, end)
+        limits = (begin[part] - base[source], end[part] - base[source])
+        pieces = bands.clip(cut.slices[source], **dict(zip(names, limits, strict=True)))
+        seen = bands.is_visible(pieces)
+        return QueryCut(pieces[seen], cut.rank[source][seen], cut.q_offset[source][seen])
+
+    return inside(gaps[0][filled], gaps[1][filled]), inside(begin, end)

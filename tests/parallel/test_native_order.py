@@ -61,9 +61,13 @@ def functions_with(text: str, target: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def text():
-    """A train step's attention, forward and backward, lowered for CUDA."""
+    """A train step's attention in stages, forward and backward, lowered for CUDA."""
     plan = make_plan(masks.causal(1024), 2, PlanConfig(chunk_size=64, overlap=STAGES))
     assert plan.spec.num_remote_stages == STAGES
+    return lowered(plan)
+
+
+def lowered(plan):
     mesh = jax.sharding.AbstractMesh((2,), ("cp",), axis_types=(AxisType.Auto,))
     options = DistOptions(transport=NativeCalls(1, 2, "cp", 2).transport())
 
@@ -81,6 +85,24 @@ def text():
     arrays = [jax.ShapeDtypeStruct((rows, n, 16), jnp.bfloat16) for n in (4, 2, 2)]
     plan = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), plan)
     return jax.jit(mapped).trace(*arrays, plan).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_late_queries_hide_their_keys_and_the_way_back():
+    plan = make_plan(
+        masks.local(1024, window=(63, 0)), 2, PlanConfig(chunk_size=64, overlap="late")
+    )
+    for body in functions_with(lowered(plan), "magi_jax_group_cast"):
+        program = Program(body)
+        names = [target.removeprefix("magi_jax_group_") for _, target in program.calls]
+        is_backward = "reduce_sum" in names
+        assert names == ["cast", "finish", *(["reduce_sum", "finish"] if is_backward else [])]
+        values = [value for value, _ in program.calls]
+        for start, finish in zip(values[::2], values[1::2], strict=True):
+            between = program.ancestors(finish) - program.ancestors(start)
+            behind = {v for v in between if start in program.ancestors(v)}
+            # The first fetch of the backward pass has only the sum of dout * out to hide behind.
+            expected = not is_backward or start != values[0]
+            assert any("dot_general" in program.lines[v] for v in behind) == expected
 
 
 def test_no_copy_of_results_in_flight(text):

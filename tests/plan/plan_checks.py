@@ -88,18 +88,32 @@ def check_travel(plan: AttentionPlan, expected: np.ndarray) -> np.ndarray:
 
 def check_late(plan: AttentionPlan, stages: StageTables, expected: np.ndarray) -> np.ndarray:
     """Each rank receives exactly the keys that its late queries see, its own too; returns which queries
-    are late.
+    are late. In the backward pass also what others see of these keys is theirs.
     """
     if stages.late is None:
         return np.zeros(0, np.int64)
     positions = np.asarray(plan.positions)
     received = simulate.cast(stages.late.comm, positions)
     queries = simulate.late_positions(stages.late.rows, positions)
+    if stages.late.shared is not None:
+        check_shared(stages, positions, received)
+        return queries[queries >= 0]
     for rank, keys in enumerate(received):
         late = queries[rank][queries[rank] >= 0]
         size = int((keys >= 0).sum())
         np.testing.assert_array_equal(keys[:size], np.flatnonzero(expected[late].any(axis=0)))
     return queries[queries >= 0]
+
+
+def check_shared(stages: StageTables, positions: np.ndarray, received: np.ndarray) -> None:
+    """The gradients of all received keys come together at their owners, and stage 0 has no part of them."""
+    shared = stages.late.shared
+    own = simulate.late_positions(shared.rows, positions)
+    np.testing.assert_array_equal(simulate.cast(shared.comm, own), received)
+    np.testing.assert_array_equal(np.unique(own[own >= 0]), np.unique(received[received >= 0]))
+    for rank, rows in enumerate(shared.rows):
+        cells = simulate.slice_cells(stages.calc[0], rank)
+        assert not cells[:, rows[rows < cells.shape[1]]].any()
 
 
 def check_no_redundancy(plan: AttentionPlan, comm, expected: np.ndarray) -> None:
