@@ -5,7 +5,9 @@
 Masks and documents are those of ``kernel_documents.json`` (repeated for longer sequences), bfloat16,
 head dim 128, ``--tokens`` per GPU. TFLOP/s per GPU are those of the mask's area over the number of
 GPUs, 4 * area * N * H forward, 2.5 times that for the gradients alone. `ratio` is to the rate of one
-GPU on the same sequence; `imbalance` of the plan bounds it. With several processes, start one per
+GPU on the same sequence; `imbalance` of the plan bounds it. With --busy that is the rate of the
+slowest GPU while each of them computes the whole sequence for itself: cards differ, and share a
+cooler and a power supply. With several processes, start one per
 GPU and add --coordinator HOST:PORT --processes N --process I; then there is no single GPU to
 compare with.
 """
@@ -40,14 +42,15 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", default=["64:8"], help="query heads:kv heads")
     parser.add_argument("--masks", nargs="+", help="names of masks; all by default")
     parser.add_argument("--transports", nargs="+", default=["native", "portable"])
-    parser.add_argument("--overlap", default="auto", help="remote stages")
+    parser.add_argument("--overlap", default="auto", help="remote stages, or late")
     parser.add_argument("--blocks", type=int, default=8, help="of a kernel that moves rows")
     parser.add_argument("--no-single", action="store_true", help="skip the single GPU")
+    parser.add_argument("--busy", action="store_true", help="single GPUs compute all at once")
     parser.add_argument("--trace", type=pathlib.Path, help="folder for a profile of every case")
     add_process_flags(parser)
     args = parser.parse_args()
     mesh = start(args)
-    args.overlap = args.overlap if args.overlap == "auto" else int(args.overlap)
+    args.overlap = args.overlap if args.overlap in ("auto", "late") else int(args.overlap)
     rows = []
     for heads in args.heads:
         num_heads, num_kv_heads = map(int, heads.split(":"))
@@ -85,7 +88,7 @@ def documents(kind: str, length: int) -> np.ndarray:
 
 def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
     """Rows of one mask: one GPU, then every transport."""
-    cp_size, length = mesh.size, mask.q_len
+    cp_size = mesh.size
     plan = make_plan(mask, cp_size, PlanConfig(overlap=args.overlap, roll_shifts=()))
     report = plan.report()
     label = {
@@ -94,17 +97,16 @@ def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
         "tokens": args.tokens,
         "imbalance": float(report.imbalance),
         "remote_stages": plan.spec.num_remote_stages,
+        "late_rows": late_rows(plan),
         "remote_rows": int(max(report.recv_rows)),
     }
     flops = 4 * mask.area * num_heads * HEAD_DIM / cp_size
     rows = []
     single = None
     if not args.no_single and not args.coordinator:
-        table = jax.device_put(slice_table(mask), jax.devices()[0])
-        whole = Mesh(mesh.devices[:1], ("cp",), axis_types=(AxisType.Auto,))
-        call = functools.partial(magi_jax.flex_flash_attention, implementation=None)
-        times = both_passes(call, operands(whole, length, num_heads, num_kv_heads), table)
-        single = row(label | {"transport": "one GPU"}, times, flops * cp_size, None)
+        times = single_gpus(mesh, mask, num_heads, num_kv_heads, args.busy)
+        name = "each GPU" if args.busy else "one GPU"
+        single = row(label | {"transport": name}, times, flops * cp_size, None)
         rows.append(single)
     tensors = operands(mesh, cp_size * plan.spec.local_len, num_heads, num_kv_heads)
     placed = jax.device_put(plan, NamedSharding(mesh, P("cp")))
@@ -120,6 +122,33 @@ def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
             check()
             rows.append(row(label | {"transport": transport}, times, flops, single))
     return rows
+
+
+def late_rows(plan) -> int:
+    """Late queries of the rank that has most."""
+    if plan.late is None:
+        return 0
+    return int((plan.late.rows < plan.spec.local_len).sum(axis=1).max())
+
+
+def single_gpus(mesh: Mesh, mask, num_heads: int, num_kv_heads: int, busy: bool) -> dict:
+    """Seconds of both passes on one GPU that has the whole sequence, or on all GPUs at once."""
+    attention = functools.partial(magi_jax.flex_flash_attention, implementation=None)
+    tables, tensors = [], []
+    for device in mesh.devices[: None if busy else 1]:
+        alone = Mesh(np.array([device]), ("cp",), axis_types=(AxisType.Auto,))
+        tensors.append(operands(alone, mask.q_len, num_heads, num_kv_heads))
+        tables.append(jax.device_put(slice_table(mask), device))
+
+    forward = jax.jit(attention)
+    prepare = jax.jit(lambda q, k, v, t: jax.vjp(lambda q, k, v: attention(q, k, v, t), q, k, v)[1])
+    backward = jax.jit(lambda pull, dout: pull(dout))
+    pulls = [prepare(*x[:3], t) for x, t in zip(tensors, tables, strict=True)]
+    both = list(zip(tensors, tables, pulls, strict=True))
+    return {
+        "forward": seconds(lambda: [forward(*x[:3], t) for x, t, _ in both], budget_s=0.3),
+        "backward": seconds(lambda: [backward(pull, x[3]) for x, _, pull in both], budget_s=0.5),
+    }
 
 
 def magi_jax_dist(q, k, v, plan, mesh, options):
@@ -200,7 +229,7 @@ def row(label: dict, times: dict[str, float], flops: float, single: dict | None)
             f"{result['mask']:22} {result['heads']:6} {result['transport']:9}"
             f" fwd {result['forward_tflops']:5.0f} bwd {result['backward_tflops']:5.0f} TFLOP/s"
             f" {ratios}  imbalance {result['imbalance']:.3f} stages {result['remote_stages']}"
-            f" rows {result['remote_rows']}",
+            f" rows {result['remote_rows']} late {result['late_rows']}",
             flush=True,
         )
     return result
