@@ -120,5 +120,5 @@ def test_the_output_is_never_float32(overlap, is_wide):
 
 
 def test_late_queries_do_not_travel():
-    with pytest.raises(ValueError, match="wants travelling=.never."):
+    with pytest.raises(ValueError, match=r"wants travelling=.never."):
         make_plan(WINDOW, 4, dataclasses.replace(CONFIG, travelling=((30, 33),)))
