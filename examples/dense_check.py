@@ -34,10 +34,10 @@ def dense_attention(visible: jax.Array):
 
 
 def largest_difference(tree, reference) -> float:
-    """Largest difference of any leaf from the reference, relative to that leaf's largest value."""
+    """Largest difference of any leaf from the reference, in norms and relative to that leaf's."""
 
     def leaf(x, y):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        return np.max(np.abs(x - y)) / np.max(np.abs(y))
+        return np.linalg.norm(x - y) / np.linalg.norm(y)
 
     return max(jax.tree.leaves(jax.tree.map(leaf, tree, reference)))

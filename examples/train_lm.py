@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 import magi_jax as mj
 
 # Sums of some 10^4 terms in another order differ by about this much, and values rounded elsewhere too.
-MAX_RELATIVE_DIFFERENCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+MAX_RELATIVE_DIFFERENCE = {"float32": 1e-4, "bfloat16": 1e-1, "float16": 2e-2}
 LONGEST_CHECKED = 16_384  # a dense mask has the square of it
 
 NEXT = """what to try next:
