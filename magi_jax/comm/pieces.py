@@ -28,7 +28,7 @@ class SlotRows(NamedTuple):
 
 
 def pair_slots(pieces: jax.Array, spec: CommSpec, rank: jax.Array) -> SlotRows:
-    """Rows at each slot of the block shared with each other rank, ``[cp, pair_rows]``.
+    """Rows at each slot of the block shared with each rank of the group, ``[peers, pair_rows]``.
 
     Args:
         pieces: ``[L, 5]`` sorted by (peer, slot); either side of the transfer.
@@ -36,9 +36,24 @@ def pair_slots(pieces: jax.Array, spec: CommSpec, rank: jax.Array) -> SlotRows:
         rank: the calling rank; its own block is never valid, since rows that stay are copied
             locally.
     """
-    peers = jnp.arange(spec.cp_size, dtype=jnp.int32)[:, None]
+    first = rank - block_of(rank, spec) * spec.stride
+    peers = first + spec.stride * jnp.arange(spec.num_peers, dtype=jnp.int32)[:, None]
     rows = _slot_rows(pieces, spec, peers, spec.pair_rows)
     return rows._replace(valid=rows.valid & (peers != rank)) if spec.self_rows else rows
+
+
+def block_of(rank: jax.Array, spec: CommSpec) -> jax.Array:
+    """Which block of its group belongs to a rank."""
+    return rank // spec.stride % spec.num_peers
+
+
+def groups(spec: CommSpec) -> list[list[int]] | None:
+    """Ranks of each group, in the order of their blocks; None where all ranks are one."""
+    if spec.num_peers == spec.cp_size:
+        return None
+    size = spec.num_peers * spec.stride
+    firsts = [base + i for base in range(0, spec.cp_size, size) for i in range(spec.stride)]
+    return [list(range(first, first + size, spec.stride)) for first in firsts]
 
 
 def self_slots(pieces: jax.Array, spec: CommSpec, rank: jax.Array) -> SlotRows:

@@ -1,7 +1,8 @@
 """The portable transport: rows gathered into one block per peer, `all_to_all`, rows put in place.
 
 It runs on every platform and across processes, and it is the meaning that other transports are
-tested against. Blocks have the static size ``pair_rows``, so the wire carries their padding.
+tested against. Blocks have the static size ``pair_rows``, so the wire carries their padding. Ranks
+exchange blocks with those of their group alone (`CommSpec.peers`).
 """
 
 from collections.abc import Callable
@@ -12,14 +13,19 @@ import jax.numpy as jnp
 from magi_jax.comm import pieces
 from magi_jax.comm.transport import Leaves, Transport, sum_dtype
 from magi_jax.mesh import make_varying, varying_axes
-from magi_jax.plan import CommMeta
+from magi_jax.plan import CommMeta, CommSpec
 
 
-def _exchange(blocks: jax.Array, axis_name: str) -> jax.Array:
-    """Hands block ``p`` of ``[cp, pair_rows, ...]`` to rank ``p``; the result's is from ``p``."""
+def _exchange(blocks: jax.Array, axis_name: str, spec: CommSpec) -> jax.Array:
+    """Hands block ``p`` of ``[peers, pair_rows, ...]`` to rank ``p`` of the group; the result's is from
+    there.
+    """
     if blocks.shape[0] == 1:
         return blocks
-    return jax.lax.all_to_all(blocks, axis_name, split_axis=0, concat_axis=0)
+    groups = pieces.groups(spec)
+    return jax.lax.all_to_all(
+        blocks, axis_name, split_axis=0, concat_axis=0, axis_index_groups=groups
+    )
 
 
 def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -33,12 +39,13 @@ def cast(leaves: Leaves, comm: CommMeta, axis_name: str) -> list[jax.Array]:
     sent = pieces.pair_slots(comm.send, comm.spec, rank)
     source = pieces.sources(comm)
     remote = source.valid & (source.peer != rank)
-    past_end = comm.spec.cp_size * comm.pair_rows
-    place = jnp.where(remote, source.peer * comm.pair_rows + source.slot, past_end)
+    past_end = comm.spec.num_peers * comm.pair_rows
+    block = pieces.block_of(source.peer, comm.spec)
+    place = jnp.where(remote, block * comm.pair_rows + source.slot, past_end)
     kept = jnp.where(source.valid & ~remote, source.src_row, comm.src_rows)
 
     def move(x):
-        received = _exchange(_take(x, sent.src_row), axis_name)
+        received = _exchange(_take(x, sent.src_row), axis_name, comm.spec)
         received = received.reshape(past_end, *x.shape[1:])
         moved = received.at[place].get(mode="fill", fill_value=0)
         if not comm.self_rows:
@@ -55,7 +62,7 @@ class _Returned:
     def __init__(self, comm: CommMeta, axis_name: str):
         rank = jax.lax.axis_index(axis_name)
         spec = comm.spec
-        self.axis_name = axis_name
+        self.axis_name, self.spec = axis_name, spec
         self.leaving = pieces.pair_slots(pieces.by_slot(comm.recv, spec), spec, rank).dst_row
         self.rows = _owner_rows(pieces.pair_slots(comm.send, spec, rank), spec.src_rows)
         kept = pieces.self_slots(comm.send, spec, rank)
@@ -70,7 +77,7 @@ class _Returned:
         the result does not depend on timing.
         """
         wire = [y.astype(dtype) for y, dtype in zip(leaves, wire_dtypes, strict=True)]
-        blocks = [_exchange(_take(y, self.leaving), self.axis_name) for y in wire]
+        blocks = [_exchange(_take(y, self.leaving), self.axis_name, self.spec) for y in wire]
         state = make_varying(state, varying_axes((blocks, self.rows)))
         state, _ = jax.lax.scan(lambda s, xs: (step(s, *xs), None), state, (self.rows, *blocks))
         if self.keeps_rows:

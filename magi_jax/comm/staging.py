@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from magi_jax.comm.native import MAX_LEAVES
-from magi_jax.plan import CommSpec, PlanSpec
+from magi_jax.plan import AnyCommSpec, PlanSpec
 
 _ALIGNMENT = 256  # of each array of a call; kStagingAlignment in xla_ffi/handlers/group_cuda.cc
 
 
 def staging_bytes(
-    specs: Iterable[CommSpec], cast_row_bytes: int, reduce_row_bytes: int | None = None
+    specs: Iterable[AnyCommSpec], cast_row_bytes: int, reduce_row_bytes: int | None = None
 ) -> int:
     """Room that calls along ``specs`` need with ``placement="staged"``.
 
@@ -23,7 +23,8 @@ def staging_bytes(
             of the cast.
     """
     reduce_row_bytes = cast_row_bytes if reduce_row_bytes is None else reduce_row_bytes
-    needs = [max(s.src_rows * cast_row_bytes, s.dst_rows * reduce_row_bytes) for s in specs]
+    steps = [step for spec in specs for step in spec.steps]
+    needs = [max(s.src_rows * cast_row_bytes, s.dst_rows * reduce_row_bytes) for s in steps]
     return max(needs, default=0) + MAX_LEAVES * _ALIGNMENT
 
 

@@ -13,7 +13,6 @@ from magi_jax.data.packing import NO_LABEL, Packed
 from magi_jax.masks import AttnMask
 from magi_jax.parallel import dispatch
 from magi_jax.plan import AttentionPlan, PlanConfig, PlanSpec, make_plan, stack_plans
-from magi_jax.solver.overlap import Machine
 
 # What a batch may be: ours, or the dictionary of another pipeline, arrays ``[R, L, ...]`` by name.
 Batch = Packed | Mapping[str, np.ndarray]
@@ -154,7 +153,7 @@ class PlanBatch:
             "overlap": config.overlap,
             # Ranges that were chosen by hand are those of the first mask.
             "travelling": "never" if config.travelling == "never" else "auto",
-            "machine": Machine(config.ranks_per_node, config.cost_model),
+            "machine": config.machine,
             "engine": config.engine,
         }
         for mask, spec in zip(others, other_specs, strict=True):

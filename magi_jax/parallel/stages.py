@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from magi_jax.comm import InFlight, Transport, finish, start_cast, start_reduce
+from magi_jax.comm import Transport
 from magi_jax.ops import Implementation, add_sinks, sinks_gradient
 from magi_jax.ops.lse import max_of_rows
 from magi_jax.parallel.late import Late
 from magi_jax.parallel.overlap import after, barrier, behind
+from magi_jax.parallel.pipeline import Fetches, Link, Returns
 from magi_jax.parallel.travelling import Travel, merge_returned
-from magi_jax.plan import AttentionPlan, CommMeta, LateTables
+from magi_jax.plan import AttentionPlan, LateTables
 
 KeysValues = tuple[jax.Array, jax.Array]
 Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]  # q, k, v, sinks
@@ -60,7 +61,7 @@ class Stages:
         q, k, v, sinks = operands
         options = self._kernel_options() | {"with_row_max": self.with_max_logits}
         attend = self.implementation.forward
-        remote = _Prefetch(self, (k, v), plan.comm)
+        remote = Fetches(self._link, (k, v), plan.comm)
         late = self._late(plan.late)
         of_late_keys = late.fetch((k, v)) if late else None
         travel, returned = self._travel(plan), None
@@ -120,7 +121,7 @@ class Stages:
         stages = plan.forward_stages if self.keep_remote_kv else plan.backward_stages
         # Tied to the cotangents: it must not start before, nor be merged with the forward pass's
         # transfer, whose result would then be kept alive in between.
-        remote = _Prefetch(self, (k, v), after(stages.comm, dout), kept[: len(stages.comm)])
+        remote = Fetches(self._link, (k, v), after(stages.comm, dout), kept[: len(stages.comm)])
         late = self._late(after(stages.late, dout), *kept[len(stages.comm) :])
         of_late_keys = late.fetch((k, v)) if late else None
         dout = behind(remote.behind_start(dout), of_late_keys)
@@ -129,11 +130,11 @@ class Stages:
         travel, returned_dq = self._travel(plan), None
         visitors = travel.send(rows) if travel else ()
         # Own keys come last: their gradients stay, and hide the way back of the last stage's.
-        remote_dq, dkv, returning = self._remote_gradients(gradients, rows, remote, stages)
+        remote_dq, returns = self._remote_gradients(gradients, rows, remote, stages)
         of_late = None
         if late:
             late_dq, of_late = late.differentiate(gradients, rows, of_late_keys)
-        table = behind(behind(stages.calc[0], returning), of_late)
+        table = behind(returns.behind_start(stages.calc[0]), of_late)
         # Nothing is added to what is all of a key's gradient.
         is_final = late is None or late.is_all_of_its_keys
         is_final &= not stages.comm and travel is None and not self.shared_key_axes
@@ -143,13 +144,11 @@ class Stages:
             visitors, (dq, *own_dkv) = barrier(visitors, (dq, *own_dkv))
             returned_dq, visitors_dkv = travel.differentiate(gradients, visitors, (k, v))
             own_dkv = list(map(jnp.add, own_dkv, visitors_dkv))
-        if returning is not None:
-            returning, dq = barrier(returning, dq)
-            dkv = _add(dkv, finish(returning, self.transport))
+        dq = returns.collect(dq)
         dq = dq if remote_dq is None else remote_dq + dq
         if returned_dq is not None:
             dq = dq + returned_dq
-        dkv = _add(dkv, own_dkv)
+        dkv = returns.plus(own_dkv)
         if late:
             of_late, dq = barrier(of_late, dq)
             dq, dkv = late.add_gradient(dq, late_dq), late.add_returned(dkv, of_late)
@@ -157,27 +156,27 @@ class Stages:
         dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
 
-    def _remote_gradients(self, gradients, rows, remote: "_Prefetch", stages):
-        """Of all remote stages: dQ, what has come back of dK and dV, and what is still on its way;
-        each None where there is none.
-        """
-        (*others, delta), dq, dkv, returning = rows, None, None, None
+    def _remote_gradients(self, gradients, rows, remote: Fetches, stages):
+        """Of all remote stages: dQ, None where there is none, and the way back of dK and dV."""
+        (*others, delta), dq, returns = rows, None, Returns(self._link)
         for stage, table in enumerate(stages.calc[1:]):
             keys_values, (delta, dq) = remote.take(stage, (delta, dq))
-            table = behind(remote.behind_start(table), returning)
+            table = returns.behind_start(remote.behind_start(table))
             stage_dq, *stage_dkv = gradients((*others, delta), keys_values, table)
             dq = stage_dq if dq is None else dq + stage_dq
-            if returning is not None:
-                # Those of the stage before had this one to hide behind.
-                returning, dq = barrier(returning, dq)
-                dkv = _add(dkv, finish(returning, self.transport))
-            returning = self._send_back(stage_dkv, stages.comm[stage])
-        return dq, dkv, returning
+            dq = returns.collect(dq)
+            returns.give(stage_dkv, stages.comm[stage])
+        returns.hasten()
+        return dq, returns
 
     def _travel(self, plan: AttentionPlan) -> Travel | None:
         if plan.travel is None:
             return None
         return Travel(plan.travel, self.axis_name, self.transport, self.reduce_dtype)
+
+    @property
+    def _link(self) -> Link:
+        return Link(self.axis_name, self.transport, self.reduce_dtype)
 
     def _late(self, tables: LateTables | None, kept: KeysValues | None = None) -> Late | None:
         if tables is None:
@@ -187,49 +186,8 @@ class Stages:
     def _kernel_options(self) -> dict[str, Any]:
         return {"scale": self.scale, "logits_soft_cap": self.logits_soft_cap}
 
-    def fetch(self, keys_values: KeysValues, comm: CommMeta) -> InFlight:
-        """Starts to fetch keys and values of other ranks, ``[dst_rows, K, H]`` and ``[..., Hv]``."""
-        return start_cast(keys_values, comm, self.axis_name, transport=self.transport)
-
     def _sum_shared(self, dkv):
         if not self.shared_key_axes:
             return dkv
         wire = [x.astype(self.reduce_dtype or x.dtype) for x in dkv]
         return jax.lax.psum(wire, self.shared_key_axes)
-
-    def _send_back(self, partials: list[jax.Array], comm: CommMeta) -> InFlight:
-        return start_reduce(
-            partials,
-            comm,
-            self.axis_name,
-            wire_dtype=self.reduce_dtype,
-            transport=self.transport,
-        )
-
-
-class _Prefetch:
-    """Fetches the keys and values of remote stages, each one stage ahead of its use."""
-
-    def __init__(self, stages: Stages, keys_values: KeysValues, comm: tuple, kept: tuple = ()):
-        self.stages, self.keys_values, self.comm, self.kept = stages, keys_values, comm, kept
-        self.pending = stages.fetch(keys_values, comm[0]) if comm and not kept else None
-
-    def take(self, stage: int, done: tuple) -> tuple[KeysValues, tuple]:
-        """Keys and values of a stage, and ``done``, results so far, which they wait for."""
-        if self.kept:
-            return self.kept[stage], done
-        pending, done = barrier(self.pending, done)
-        self.pending = None
-        keys, values = finish(pending, self.stages.transport)
-        if stage + 1 < len(self.comm):
-            comm = after(self.comm[stage + 1], done)
-            self.pending = self.stages.fetch(self.keys_values, comm)
-        return (keys, values), done
-
-    def behind_start(self, operand: Any) -> Any:
-        """An operand of the computation that the fetch in flight is to hide behind."""
-        return behind(operand, self.pending)
-
-
-def _add(total: list[jax.Array] | None, more: list[jax.Array]) -> list[jax.Array]:
-    return more if total is None else list(map(jnp.add, total, more))

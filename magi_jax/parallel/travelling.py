@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from magi_jax.comm import Transport, group_cast, group_reduce
+from magi_jax.comm import Transport, cast_in_steps, reduce_in_steps
 from magi_jax.ops.lse import merge
 from magi_jax.plan import TravelTables
 
@@ -37,7 +37,7 @@ class Travel:
 
     def send(self, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Rows ``[T, ...]`` of travelling queries, at the owners of their keys: ``[visitors, ...]``."""
-        return group_cast(rows, self.tables.comm, self.axis_name, transport=self.transport)
+        return cast_in_steps(rows, self.tables.comm, self.axis_name, transport=self.transport)
 
     def attend(
         self, attend: Callable, visitors: tuple[jax.Array, ...], keys_values: KeysValues
@@ -75,7 +75,7 @@ class Travel:
         return self._return(dq, "sum"), (dk, dv)
 
     def _return(self, partials: Any, op: str) -> Any:
-        return group_reduce(
+        return reduce_in_steps(
             partials,
             self.tables.comm,
             self.axis_name,

@@ -2,11 +2,19 @@
 
 from magi_jax.plan.attention_plan import AttentionPlan, stack_plans
 from magi_jax.plan.build import make_plan
+from magi_jax.plan.comm_spec import AnyCommSpec, CommSpec, TwoLevelSpec
 from magi_jax.plan.config import PlanConfig
 from magi_jax.plan.report import PlanReport
+from magi_jax.plan.sizes import bucket
 from magi_jax.plan.slice_table import slice_table
-from magi_jax.plan.spec import CommSpec, PlanSpec, StagesSpec, TableSpec, TravelSpec, bucket
+from magi_jax.plan.spec import (
+    PlanSpec,
+    StagesSpec,
+    TableSpec,
+    TravelSpec,
+)
 from magi_jax.plan.tables import (
+    AnyComm,
     CommMeta,
     DispatchMeta,
     LateTables,
@@ -14,12 +22,15 @@ from magi_jax.plan.tables import (
     SliceTable,
     StageTables,
     TravelTables,
+    TwoLevelComm,
     local_part,
 )
 from magi_jax.solver.slice_table import TILE_SIZE, TileRuns
 
 __all__ = [
     "TILE_SIZE",
+    "AnyComm",
+    "AnyCommSpec",
     "AttentionPlan",
     "CommMeta",
     "CommSpec",
@@ -36,6 +47,8 @@ __all__ = [
     "TileRuns",
     "TravelSpec",
     "TravelTables",
+    "TwoLevelComm",
+    "TwoLevelSpec",
     "bucket",
     "local_part",
     "make_plan",

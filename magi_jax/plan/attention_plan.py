@@ -19,9 +19,10 @@ from magi_jax.plan.measure import make_report, require_concrete
 from magi_jax.plan.padding import pad_plan_tables
 from magi_jax.plan.plot import plot_plan
 from magi_jax.plan.report import PlanReport
-from magi_jax.plan.solve import Travelling, settle_work, travelling_ranges
+from magi_jax.plan.solve import Travelling, machine_of, settle_work, travelling_ranges
 from magi_jax.plan.spec import OTHER_KEYS, OWN_KEYS, REPLICATED_KEYS, PlanSpec
 from magi_jax.plan.tables import (
+    AnyComm,
     Array,
     CommMeta,
     DispatchMeta,
@@ -53,7 +54,7 @@ class AttentionPlan:
         dispatch: where tokens live.
         calc: slice table of each stage; stage 0 reads local keys, stage ``i + 1`` what ``comm[i]``
             brought.
-        comm: rows that stage ``i + 1`` receives.
+        comm: rows that stage ``i + 1`` receives, in one step or in two.
         rolls: transfer of each of ``spec.roll_shifts``.
         spec: static sizes.
         backward: stages of the backward pass; None where it shares ``calc`` and ``comm``.
@@ -65,7 +66,7 @@ class AttentionPlan:
 
     dispatch: DispatchMeta
     calc: tuple[SliceTable, ...]
-    comm: tuple[CommMeta, ...]
+    comm: tuple[AnyComm, ...]
     rolls: tuple[CommMeta, ...]
     spec: PlanSpec
     backward: StageTables | None = None
@@ -111,7 +112,8 @@ class AttentionPlan:
 
         Args:
             cost_model: rates of the machine; None takes the defaults.
-            ranks_per_node: ranks that share a fast link; None takes all ranks for one node.
+            ranks_per_node: ranks that share a fast link; None takes the nodes that rows of this plan
+                cross once, or all ranks for one node.
             mask: the mask that was planned; with it the report has lower bounds and the gap to them.
 
         Raises:
@@ -173,7 +175,8 @@ class AttentionPlan:
             travelling: which queries travel, as in `PlanConfig`; none to replicated keys.
             spec: sizes to lay the plan out in; None takes this plan's for the dispatch and the
                 mask's own for the stages.
-            machine: what to predict times for; None takes the defaults.
+            machine: what to predict times for; None takes the defaults, and the nodes of this plan where
+                its rows take two steps.
             engine: "compiled" or "numpy"; both make the same plans.
 
         Raises:
@@ -188,7 +191,8 @@ class AttentionPlan:
         if spec is not None:
             require_frame(spec, frame)
             dispatched, rolls = lay_out_dispatch(layout, frame, spec, engine)
-        machine = machine or Machine()
+        machine = machine or Machine(self.spec.ranks_per_node)
+        machine = machine_of(machine, self.cp_size, spec)
         if kind == REPLICATED_KEYS:
             if travelling not in ("auto", "never"):
                 raise ValueError(f"every rank has all keys; nobody need travel, got {travelling=}")

@@ -10,10 +10,9 @@ from magi_jax.plan.config import PlanConfig
 from magi_jax.plan.frame import Frame, check_mask, require_frame
 from magi_jax.plan.lay_out import lay_out_dispatch
 from magi_jax.plan.lay_out_work import lay_out_work
-from magi_jax.plan.solve import settle_work, travelling_ranges
+from magi_jax.plan.solve import machine_of, settle_work, travelling_ranges
 from magi_jax.plan.spec import PlanSpec
 from magi_jax.solver import dispatch
-from magi_jax.solver.overlap import Machine
 from magi_jax.solver.strategies import STRATEGIES
 from magi_jax.solver.travelling import Ranges, split_slices
 from magi_jax.solver.work import Keys
@@ -49,7 +48,7 @@ def make_plan(
     started = time.perf_counter()
     config = PlanConfig() if config is None else config
     frame = _make_frame(mask, cp_size, config, spec)
-    machine = Machine(config.ranks_per_node, config.cost_model)
+    machine = machine_of(config.machine, cp_size, spec)
     ranges = travelling_ranges(config.travelling, mask.slices, frame, machine, spec)
     problem = _problem(mask.slices, ranges, frame, config)
     layout = dispatch.make_layout(STRATEGIES[config.dispatch](problem), cp_size)

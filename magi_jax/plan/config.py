@@ -8,6 +8,7 @@ from magi_jax.plan.solve import Travelling
 from magi_jax.solver.balanced import EFFORTS
 from magi_jax.solver.cost_model import CostModel
 from magi_jax.solver.engine import check_engine
+from magi_jax.solver.overlap import Machine
 from magi_jax.solver.slice_table import TILE_SIZE
 from magi_jax.solver.strategies import STRATEGIES
 
@@ -25,6 +26,9 @@ class PlanConfig:
             "contiguous".
         ranks_per_node: ranks that share a fast link; "balanced" counts rows that enter a node as well.
             None takes all ranks for one node.
+        two_level: whether each row crosses to a node once and is passed on inside it, and gradients are
+            summed in the node before they cross, instead of one transfer for each rank: True, False, or
+            "auto" where ``cost_model`` predicts less time for it. True needs ``ranks_per_node``.
         effort: "fast" for planning every batch, "high" for planning ahead in background workers; how
             long "balanced" searches.
         engine: "compiled" or "numpy"; both make the same plans, in milliseconds and in seconds.
@@ -44,6 +48,7 @@ class PlanConfig:
     chunk_size: int | None = None
     dispatch: str = "balanced"
     ranks_per_node: int | None = None
+    two_level: bool | str = "auto"
     effort: str = "fast"
     engine: str = "compiled"
     overlap: Overlap = "auto"
@@ -64,6 +69,7 @@ class PlanConfig:
         check_engine(self.engine)
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ValueError(f"ranks_per_node must be at least 1, got {self.ranks_per_node}")
+        self._check_two_level()
         self._check_overlap()
         self._check_travelling()
         if self.tile_size < 1:
@@ -71,6 +77,17 @@ class PlanConfig:
         object.__setattr__(self, "roll_shifts", tuple(int(s) for s in self.roll_shifts))
         if len(set(self.roll_shifts)) != len(self.roll_shifts):
             raise ValueError(f"roll_shifts names a shift twice: {self.roll_shifts}")
+
+    @property
+    def machine(self) -> Machine:
+        """What times are predicted for."""
+        return Machine(self.ranks_per_node, self.cost_model, self.two_level)
+
+    def _check_two_level(self) -> None:
+        if self.two_level not in ("auto", True, False):
+            raise ValueError(f'two_level must be True, False or "auto", got {self.two_level!r}')
+        if self.two_level is True and self.ranks_per_node is None:
+            raise ValueError("two_level=True needs ranks_per_node, which is None")
 
     def _check_overlap(self) -> None:
         counts = self.overlap if isinstance(self.overlap, tuple) else (self.overlap,) * 2

@@ -4,9 +4,11 @@ import dataclasses
 
 import numpy as np
 
+from magi_jax.plan.comm_spec import CommSpec
 from magi_jax.plan.frame import Frame, does_not_fit
+from magi_jax.plan.sizes import MIN_BUFFER_ROWS, MIN_SEGMENTS, bucket
 from magi_jax.plan.slice_table import pad_entries
-from magi_jax.plan.spec import MIN_BUFFER_ROWS, MIN_SEGMENTS, CommSpec, PlanSpec, bucket
+from magi_jax.plan.spec import PlanSpec
 from magi_jax.plan.tables import CommMeta, DispatchMeta
 from magi_jax.solver import transfer
 from magi_jax.solver.dispatch import Layout
@@ -66,7 +68,7 @@ def comm_meta(
 
     Args:
         pieces: what moves.
-        sizes: gives the row counts; ``dst_rows == 0`` means as many as arrive.
+        sizes: gives ranks and row counts; ``dst_rows == 0`` means as many as arrive.
         wanted: sizes to lay out in; None takes those needed, rounded up.
         path: what to call ``wanted`` in errors.
         engine: what sorts the pieces.
@@ -79,13 +81,12 @@ def comm_meta(
     if dst_rows == 0:
         dst_rows = tables.dst_rows if wanted else bucket(tables.dst_rows, MIN_BUFFER_ROWS)
     counts = (np.bincount(x, minlength=1).max() for x in (tables.send_rank, tables.recv_rank))
-    needed = CommSpec(
-        sizes.cp_size,
-        sizes.src_rows,
-        dst_rows,
-        tables.pair_rows,
-        tables.self_rows,
-        int(max(counts)),
+    needed = dataclasses.replace(
+        sizes,
+        dst_rows=dst_rows,
+        pair_rows=tables.pair_rows,
+        self_rows=tables.self_rows,
+        pieces=int(max(counts)),
     )
     if wanted is None:
         spec = needed.rounded()

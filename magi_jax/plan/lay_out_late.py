@@ -4,10 +4,12 @@ import dataclasses
 
 import numpy as np
 
+from magi_jax.plan.comm_spec import CommSpec
 from magi_jax.plan.frame import Frame, does_not_fit
 from magi_jax.plan.lay_out import comm_meta, empty_comm, padding_piece
+from magi_jax.plan.sizes import MIN_BUFFER_ROWS, bucket
 from magi_jax.plan.slice_table import build_table, empty_table
-from magi_jax.plan.spec import MIN_BUFFER_ROWS, CommSpec, LateSpec, bucket
+from magi_jax.plan.spec import LateSpec
 from magi_jax.plan.tables import N_ROWS, PEER, SRC_ROW, CommMeta, LateTables, SharedTables
 from magi_jax.solver import intervals, transfer
 from magi_jax.solver.late import LateWork, RankRows

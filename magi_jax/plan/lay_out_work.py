@@ -4,12 +4,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from magi_jax.plan.comm_spec import CommSpec
 from magi_jax.plan.frame import Frame, does_not_fit
-from magi_jax.plan.lay_out import comm_meta, empty_comm
 from magi_jax.plan.lay_out_late import empty_late, late_tables
 from magi_jax.plan.slice_table import build_table, empty_table, exact_spec
-from magi_jax.plan.spec import CommSpec, LateSpec, PlanSpec, StagesSpec, TableSpec, TravelSpec
+from magi_jax.plan.spec import LateSpec, PlanSpec, StagesSpec, TableSpec, TravelSpec
 from magi_jax.plan.tables import LateTables, SliceTable, StageTables, TravelTables
+from magi_jax.plan.two_level import empty_transfer, lay_out_transfer
 from magi_jax.solver import transfer
 from magi_jax.solver.late import (
     MOST_LATE,
@@ -55,7 +56,6 @@ def lay_out_work(
     Raises:
         ValueError: the work does not fit ``spec``.
     """
-    travel = _lay_out_travel(work, frame, spec)
     counts = _counts(overlap, work)
     if overlap == LATE:
         if work.travel is not None:
@@ -64,19 +64,25 @@ def lay_out_work(
             )
         late = _find_late(work, frame, 1.0)
         if late is not None:
+            travel = _lay_out_travel(work, frame, spec, None)
             return WorkTables(*_late_in(late, work, frame, spec), travel)
     if spec is not None:
+        travel = _lay_out_travel(work, frame, spec, None)
         return WorkTables(*_lay_out_in(work, frame, overlap, spec, machine), travel)
     choice = choose_stages(work, frame.local_len, machine, counts)
     if overlap == AUTO:
         late = _find_late(work, frame, MOST_LATE, choice.forward)
         if late is not None and predict_us(late, machine) < choice.predicted_us:
-            return WorkTables(*_late_in(late, work, frame, None), travel)
-    forward = _lay_out_stages(choice.forward, work, frame, None)
+            return WorkTables(*_late_in(late, work, frame, None), None)
+    per_node = machine.node_of(frame.cp_size) if choice.two_level else None
+    travel = _lay_out_travel(work, frame, None, per_node)
+    forward = _lay_out_stages(choice.forward, work, frame, None, per_node=per_node)
     if choice.backward is choice.forward:
         return WorkTables(forward, None, travel)
     # The local stage is the same however many others there are.
-    backward = _lay_out_stages(choice.backward, work, frame, None, local=forward.calc[0])
+    backward = _lay_out_stages(
+        choice.backward, work, frame, None, local=forward.calc[0], per_node=per_node
+    )
     return WorkTables(forward, backward, travel)
 
 
@@ -185,18 +191,21 @@ def _lay_out_stages(
     spec: StagesSpec | None,
     path: str = "spec",
     local: SliceTable | None = None,
+    per_node: int | None = None,
 ) -> StageTables:
     """Tables of the stages of one direction; stages that only the spec has stay empty. ``local`` is that
-    of stage 0, if it is there already.
+    of stage 0, if it is there already. ``per_node`` are the ranks of a node where transfers take two
+    steps and no spec settles that.
     """
     count = staged.num_remote_stages
     comm = [
-        comm_meta(
+        lay_out_transfer(
             transfer.stage_pieces(staged.remote, stage),
             CommSpec(frame.cp_size, work.keys.local_len, 0, 0, 0, 0),
             None if spec is None else spec.comm[stage],
             f"{path}.comm[{stage}]",
             work.engine,
+            per_node,
         )
         for stage in range(count)
     ]
@@ -215,7 +224,7 @@ def _lay_out_stages(
         for i, stage in enumerate(staged.slices)
     ]
     if spec is not None:
-        comm += map(empty_comm, spec.comm[count:])
+        comm += map(empty_transfer, spec.comm[count:])
         calc += (empty_table(sizes, frame.cp_size) for sizes in spec.calc[count + 1 :])
     late = None if spec is None or spec.late is None else empty_late(spec.late, frame.local_len)
     return StageTables(tuple(calc), tuple(comm), late)
@@ -233,24 +242,31 @@ def _lay_out_late(
     return StageTables(home.calc, home.comm, tables)
 
 
-def _lay_out_travel(work: Work, frame: Frame, spec: PlanSpec | None) -> TravelTables | None:
+def _lay_out_travel(
+    work: Work, frame: Frame, spec: PlanSpec | None, ranks_per_node: int | None
+) -> TravelTables | None:
     wanted = None if spec is None else spec.travel
     if work.travel is None:
         return None if wanted is None else empty_travel(wanted)
     if spec is not None and wanted is None:
         raise does_not_fit("spec.travel is None, but queries travel")
-    return _travel_tables(work.travel, work, frame, wanted)
+    return _travel_tables(work.travel, work, frame, wanted, ranks_per_node)
 
 
 def _travel_tables(
-    travel: Travel, work: Work, frame: Frame, wanted: TravelSpec | None
+    travel: Travel,
+    work: Work,
+    frame: Frame,
+    wanted: TravelSpec | None,
+    ranks_per_node: int | None,
 ) -> TravelTables:
-    comm = comm_meta(
+    comm = lay_out_transfer(
         transfer.stage_pieces(travel.moved, 0),
         CommSpec(frame.cp_size, frame.local_len, 0, 0, 0, 0),
         None if wanted is None else wanted.comm,
         "spec.travel.comm",
         work.engine,
+        ranks_per_node,
     )
     calc = _table(
         travel.away,
@@ -265,7 +281,7 @@ def _travel_tables(
 
 def empty_travel(spec: TravelSpec) -> TravelTables:
     """Tables of a plan of which no query travels."""
-    return TravelTables(empty_comm(spec.comm), empty_table(spec.calc, spec.comm.cp_size))
+    return TravelTables(empty_transfer(spec.comm), empty_table(spec.calc, spec.comm.cp_size))
 
 
 def _table(

@@ -1,6 +1,7 @@
 """Reads a plan's report off its tables."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -9,21 +10,15 @@ import numpy as np
 from magi_jax.masks import AttnMask, bands
 from magi_jax.plan.report import PlanReport
 from magi_jax.plan.spec import OWN_KEYS
-from magi_jax.plan.tables import (
-    N_ROWS,
-    PEER,
-    SEGMENT_ROWS,
-    SRC_ROW,
-    CommMeta,
-    SliceTable,
-    StageTables,
-)
+from magi_jax.plan.tables import SEGMENT_ROWS, AnyComm, SliceTable, StageTables, TwoLevelComm
+from magi_jax.plan.two_level import pieces_of, rows_between, rows_on_links
 from magi_jax.solver import intervals, timeline
 from magi_jax.solver.balanced_units import MAX_PARTS, make_units
 from magi_jax.solver.bounds import Bounds, lower_bounds
 from magi_jax.solver.cost_model import CostModel
 from magi_jax.solver.dispatch import DispatchProblem, chunk_edges
 from magi_jax.solver.stages import StageSlices
+from magi_jax.solver.transfer import Pieces
 from magi_jax.solver.travelling import NO_RANGES, Ranges, split_slices
 
 
@@ -38,22 +33,24 @@ def make_report(
     Args:
         plan: one whole plan with values.
         cost_model: rates of the machine, for the predicted times; None takes the defaults.
-        ranks_per_node: ranks that share a fast link; None takes all ranks for one node.
+        ranks_per_node: ranks that share a fast link; None takes the nodes that rows of the plan cross
+            once, or all ranks for one node.
         mask: the mask that was planned, for the lower bounds.
 
     Raises:
-        ValueError: the plan is traced, stacked or local, so that there are no tables to count; or
-            bounds are asked for of cross-attention.
+        ValueError: the plan is traced, stacked or local, so that there are no tables to count; its nodes
+            are others; or bounds are asked for of cross-attention.
     """
     require_concrete(plan, "report")
     cp_size = plan.cp_size
+    per_node = _node_of(plan, ranks_per_node)
     transfers = _transfers(plan.forward_stages)
-    rows = _traffic(transfers, cp_size)
+    rows = _others(_each(rows_between, transfers, cp_size))
     travel = plan.travel
     moved = np.zeros((cp_size, cp_size), np.int64)
     if travel is not None:
-        moved = _traffic([travel.comm], cp_size)[0]
-    works = _works(plan, moved, cost_model or CostModel(), ranks_per_node or cp_size)
+        moved = rows_between(travel.comm)
+    works = _works(plan, cost_model or CostModel(), per_node)
     received = int(rows.sum())
     report = PlanReport(
         seq_len=plan.spec.seq_len,
@@ -61,11 +58,14 @@ def make_report(
         tokens=np.asarray(plan.dispatch.segments, np.int64)[:, :, SEGMENT_ROWS].sum(axis=1),
         area=np.stack([_areas(table) for table in _tables(plan.forward_stages)]),
         traffic=rows,
+        ranks_per_node=per_node,
+        two_level=_in_two_steps(transfers),
+        link_traffic=_each(rows_on_links, transfers, cp_size),
         backward_stages=len(_transfers(plan.backward_stages)),
         travel_area=np.zeros(cp_size, np.int64) if travel is None else _areas(travel.calc),
         travel_traffic=moved,
         buffer_rows=np.array([meta.dst_rows for meta in transfers], np.int64),
-        pair_rows=np.array([meta.pair_rows for meta in transfers], np.int64),
+        wire_rows=np.array([meta.spec.wire_rows for meta in transfers], np.int64),
         redundancy=received / max(_distinct_rows(plan), 1) if received else 1.0,
         planning_ms=plan.planning_ms,
         forward=timeline.simulate(works[0]),
@@ -80,10 +80,20 @@ def make_report(
         raise ValueError(
             "lower bounds are of self-attention; the keys of this plan are other tokens"
         )
-    return replace(report, bounds=_bounds(plan, mask, report.imbalance, ranks_per_node))
+    return replace(report, bounds=_bounds(plan, mask, report.imbalance, per_node))
 
 
-def _bounds(plan, mask: AttnMask, imbalance: float, ranks_per_node: int | None) -> Bounds:
+def _node_of(plan, ranks_per_node: int | None) -> int:
+    """Ranks of a node: as the plan has them, or as the caller says."""
+    found = plan.spec.ranks_per_node
+    if found is not None and ranks_per_node not in (None, found):
+        raise ValueError(
+            f"rows of this plan cross between nodes of {found} ranks, but ranks_per_node={ranks_per_node}"
+        )
+    return found or ranks_per_node or plan.cp_size
+
+
+def _bounds(plan, mask: AttnMask, imbalance: float, ranks_per_node: int) -> Bounds:
     """Lower bounds for all dispatches that are no less balanced than the plan.
 
     The units are the smallest parts into which a strategy may split a chunk, so that the bounds hold
@@ -95,42 +105,44 @@ def _bounds(plan, mask: AttnMask, imbalance: float, ranks_per_node: int | None) 
     problem = DispatchProblem(home, edges, plan.cp_size, travelling=travelling)
     units = make_units(problem)
     units = units._replace(slot=plan.spec.local_len, slots=1)
-    return lower_bounds(units, plan.cp_size, ranks_per_node or plan.cp_size, imbalance)
+    return lower_bounds(units, plan.cp_size, ranks_per_node, imbalance)
 
 
 def _travelling_ranges(plan) -> Ranges:
     """Global query rows that travel."""
     if plan.travel is None:
         return NO_RANGES
-    send = np.asarray(plan.travel.comm.send, np.int64)
-    rank, entry = np.nonzero(send[:, :, N_ROWS])
-    begin, rows = send[rank, entry, SRC_ROW], send[rank, entry, N_ROWS]
-    source, row = intervals.expand(begin, rows)
-    position = np.unique(np.asarray(plan.positions, np.int64)[rank[source], row])
+    moved = pieces_of(plan.travel.comm)
+    source, row = intervals.expand(moved.src_row, moved.n_rows)
+    position = np.unique(np.asarray(plan.positions, np.int64)[moved.src[source], row])
     _, begin, end = intervals.union(np.zeros_like(position), position, position + 1)
     return Ranges(begin, end)
 
 
-def _works(
-    plan, moved: np.ndarray, model: CostModel, per_node: int
-) -> list[timeline.DirectionWork]:
+def _works(plan, model: CostModel, per_node: int) -> list[timeline.DirectionWork]:
     """Kernel and transfer times of both directions, read off the plan's tables; late queries as one more
     stage.
     """
     works = []
+
+    def links(comm):
+        return timeline.link_rows(_each(rows_on_links, comm, plan.cp_size), per_node)
+
     for backward, stages in enumerate((plan.forward_stages, plan.backward_stages)):
         slices = [_stage_slices(table) for table in _tables(stages)]
         shapes = timeline.shapes_of(slices, plan.cp_size, model)
         travel = None
-        if plan.travel is not None and moved.any():
+        if plan.travel is not None and rows_between(plan.travel.comm).any():
+            near, far = (rows[0] for rows in links([plan.travel.comm]))
             away = _stage_slices(plan.travel.calc)
-            travel = timeline.travel_work(away, moved, per_node, model, bool(backward))
-        rows = timeline.link_rows(_traffic(_transfers(stages), plan.cp_size), per_node)
+            two_level = _in_two_steps([plan.travel.comm])
+            travel = timeline.travel_work(away, (near, far), model, bool(backward), two_level)
         merged_rows = (
             plan.spec.local_len if stages.comm else _most_late(stages, plan.spec.local_len)
         )
-        sizes = merged_rows, model, bool(backward)
-        works.append(timeline.direction_work(shapes, rows, *sizes, travel))
+        sizes, transfers = (merged_rows, model, bool(backward)), _transfers(stages)
+        two_level = _in_two_steps(transfers)
+        works.append(timeline.direction_work(shapes, links(transfers), *sizes, travel, two_level))
     return works
 
 
@@ -139,7 +151,7 @@ def _tables(stages: StageTables) -> list[SliceTable]:
     return [*stages.calc, *([] if stages.late is None else [stages.late.calc])]
 
 
-def _transfers(stages: StageTables) -> list[CommMeta]:
+def _transfers(stages: StageTables) -> list[AnyComm]:
     """That feed all remote stages, then late queries."""
     return [*stages.comm, *([] if stages.late is None else [stages.late.comm])]
 
@@ -177,25 +189,26 @@ def require_concrete(plan, name: str) -> None:
         )
 
 
-def _traffic(comm, cp_size: int) -> np.ndarray:
-    """Rows from each source to each other destination in each stage, int64 ``[stages, cp, cp]``."""
-    rows = np.zeros((len(comm), cp_size, cp_size), np.int64)
-    for stage, meta in enumerate(comm):
-        send = np.asarray(meta.send, np.int64)
-        src, entry = np.nonzero(send[:, :, N_ROWS])
-        np.add.at(rows[stage], (src, send[src, entry, PEER]), send[src, entry, N_ROWS])
-    # Own keys of late queries cross nothing.
-    return rows * ~np.eye(cp_size, dtype=bool)
+def _each(count: Callable[[AnyComm], np.ndarray], comm, cp_size: int) -> np.ndarray:
+    """Counts of each stage from each source to each destination, int64 ``[stages, cp, cp]``."""
+    return np.array([count(meta) for meta in comm], np.int64).reshape(-1, cp_size, cp_size)
+
+
+def _others(rows: np.ndarray) -> np.ndarray:
+    """Without own keys of late queries, which cross nothing."""
+    return rows * ~np.eye(rows.shape[-1], dtype=bool)
+
+
+def _in_two_steps(transfers: Sequence[AnyComm]) -> bool:
+    """Whether what moves takes two steps; transfers that only a spec has move nothing."""
+    return any(isinstance(m, TwoLevelComm) and rows_between(m).any() for m in transfers)
 
 
 def _distinct_rows(plan) -> int:
     """Distinct (destination, source, row) triples over all stages."""
-    tables = [np.asarray(meta.recv, np.int64) for meta in _transfers(plan.forward_stages)]
-    recv = np.concatenate(tables, axis=1)
-    is_own = recv[:, :, PEER] == np.arange(plan.cp_size)[:, None]
-    dst, entry = np.nonzero(recv[:, :, N_ROWS] * ~is_own)
-    pieces = recv[dst, entry]
-    group = dst * plan.cp_size + pieces[:, PEER]
-    begin = pieces[:, SRC_ROW]
-    _, begin, end = intervals.union(group, begin, begin + pieces[:, N_ROWS])
+    found = [pieces_of(meta) for meta in _transfers(plan.forward_stages)]
+    pieces = Pieces(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    pieces = Pieces(*(column[pieces.src != pieces.dst] for column in pieces))
+    group = pieces.dst * plan.cp_size + pieces.src
+    _, begin, end = intervals.union(group, pieces.src_row, pieces.src_row + pieces.n_rows)
     return int((end - begin).sum())

@@ -2,14 +2,16 @@
 
 import numpy as np
 
+from magi_jax.plan.comm_spec import AnyCommSpec, CommSpec
 from magi_jax.plan.frame import does_not_fit
-from magi_jax.plan.lay_out import empty_comm, padding_piece
+from magi_jax.plan.lay_out import padding_piece
 from magi_jax.plan.lay_out_late import empty_late, no_rows
 from magi_jax.plan.lay_out_work import WorkTables, empty_travel
 from magi_jax.plan.slice_table import empty_table, pad_entries
-from magi_jax.plan.spec import CommSpec, LateSpec, PlanSpec, StagesSpec, TableSpec
+from magi_jax.plan.spec import LateSpec, PlanSpec, StagesSpec, TableSpec
 from magi_jax.plan.tables import (
     N_ROWS,
+    AnyComm,
     CommMeta,
     DispatchMeta,
     LateTables,
@@ -17,7 +19,9 @@ from magi_jax.plan.tables import (
     SliceTable,
     StageTables,
     TravelTables,
+    TwoLevelComm,
 )
+from magi_jax.plan.two_level import empty_transfer, in_two_steps
 from magi_jax.solver.slice_table import FULL_BEGIN, FULL_END, RUN_BEGIN, TileRuns
 
 
@@ -39,7 +43,7 @@ def pad_plan_tables(
     travel = tables.travel
     if travel is not None and wanted.travel is not None:
         calc = _pad_table(travel.calc, wanted.travel.calc)
-        travel = TravelTables(_pad_comm(travel.comm, wanted.travel.comm), calc)
+        travel = TravelTables(_pad_transfer(travel.comm, wanted.travel.comm), calc)
     elif wanted.travel is not None:
         travel = empty_travel(wanted.travel)
     return (
@@ -52,10 +56,10 @@ def pad_plan_tables(
 
 
 def _pad_stages(stages: StageTables, wanted: StagesSpec, local_len: int) -> StageTables:
-    comm = [_pad_comm(m, size) for m, size in zip(stages.comm, wanted.comm, strict=False)]
+    comm = [_pad_transfer(m, size) for m, size in zip(stages.comm, wanted.comm, strict=False)]
     calc = [_pad_table(t, size) for t, size in zip(stages.calc, wanted.calc, strict=False)]
     cp_size = len(calc[0].slices)
-    comm += map(empty_comm, wanted.comm[len(comm) :])
+    comm += map(empty_transfer, wanted.comm[len(comm) :])
     calc += (empty_table(size, cp_size) for size in wanted.calc[len(calc) :])
     late = None
     if wanted.late is not None:
@@ -77,6 +81,16 @@ def _pad_late(late: LateTables, wanted: LateSpec, local_len: int) -> LateTables:
     keys[:, : late.shared.rows.shape[1]] = late.shared.rows
     shared = SharedTables(keys, _pad_comm(late.shared.comm, wanted.shared_comm))
     return LateTables(rows, comm, calc, shared)
+
+
+def _pad_transfer(comm: AnyComm, wanted: AnyCommSpec) -> AnyComm:
+    if isinstance(wanted, CommSpec):
+        assert isinstance(comm, CommMeta), "a spec of one step covers no transfer in two"
+        return _pad_comm(comm, wanted)
+    if isinstance(comm, CommMeta):
+        return in_two_steps(comm, wanted.ranks_per_node, wanted)
+    across, within = (_pad_comm(*step) for step in zip(comm.steps, wanted.steps, strict=True))
+    return TwoLevelComm(across, within, wanted.ranks_per_node)
 
 
 def _pad_comm(meta: CommMeta, wanted: CommSpec) -> CommMeta:

@@ -11,7 +11,7 @@ from magi_jax.masks import bands
 from magi_jax.plan.measure import make_report
 from magi_jax.plan.plot_timeline import draw_timeline
 from magi_jax.plan.report import PlanReport
-from magi_jax.plan.tables import DST_ROW, N_ROWS, PEER, SRC_ROW
+from magi_jax.plan.two_level import pieces_of
 
 PIXELS = 512  # sampled queries and keys of the mask's picture
 TICKS = 8  # labelled ranks of an axis, about
@@ -101,8 +101,14 @@ def _draw_traffic(figure, axes, report: PlanReport) -> None:
     rows = np.ma.masked_equal(report.traffic.sum(axis=0), 0)
     image = axes.imshow(rows, cmap="viridis", interpolation="nearest")
     share = report.recv_rows.max() / max(report.ring_rows.max(), 1)
+    nodes = ""
+    if report.ranks_per_node < report.cp_size:
+        nodes = f", {report.crossing_rows.sum():,} rows cross between nodes"
+        for edge in range(report.ranks_per_node, report.cp_size, report.ranks_per_node):
+            axes.axhline(edge - 0.5, color="white", linewidth=0.4)
+            axes.axvline(edge - 0.5, color="white", linewidth=0.4)
     axes.set(
-        title=f"Key rows sent between ranks\nworst rank receives {share:.1%} of a ring's",
+        title=f"Key rows from owner to receiver\nworst rank receives {share:.1%} of a ring's{nodes}",
         xlabel="receiver",
         ylabel="sender",
         xticks=_ticks(report.cp_size),
@@ -159,11 +165,9 @@ def _mark(owners, slices, rank: int, queries, keys) -> None:
             owners[query, keys[0][a:b]] = rank
 
 
-def _received_positions(meta, positions: np.ndarray) -> np.ndarray:
+def _received_positions(comm, positions: np.ndarray) -> np.ndarray:
     """Global position of each row of a received buffer, -1 = padding, int64 ``[cp, dst_rows]``."""
-    out = np.full((len(positions), meta.dst_rows), -1, np.int64)
-    for rank, recv in enumerate(np.asarray(meta.recv)):
-        for piece in recv[recv[:, N_ROWS] > 0]:
-            source = positions[piece[PEER], piece[SRC_ROW] : piece[SRC_ROW] + piece[N_ROWS]]
-            out[rank, piece[DST_ROW] : piece[DST_ROW] + piece[N_ROWS]] = source
+    out = np.full((len(positions), comm.dst_rows), -1, np.int64)
+    for src, dst, src_row, dst_row, n_rows in zip(*pieces_of(comm), strict=True):
+        out[dst, dst_row : dst_row + n_rows] = positions[src, src_row : src_row + n_rows]
     return out

@@ -5,6 +5,7 @@ import numpy as np
 from magi_jax.solver.timeline import Timeline
 
 CAST_COLOR, REDUCE_COLOR, TRAVEL_COLOR = "tab:orange", "tab:red", "tab:green"
+WITHIN_COLORS = ("gold", "lightcoral")  # of the steps of casts and of reduces inside nodes
 COMPUTE_COLORS = ("#1f4e79", "#4a8ac4")  # of stages in turn
 HEIGHT = 0.42  # of a bar; computing lies above communication in the row of a rank
 
@@ -25,6 +26,15 @@ def draw_timeline(axes, timeline: Timeline, name: str) -> None:
     for parts, color, label in (
         (timeline.cast, CAST_COLOR, "cast of keys and values"),
         (timeline.reduce, REDUCE_COLOR, "reduce of their gradients"),
+    ):
+        for stage, spans in enumerate(parts):
+            if (spans[:, 1] > spans[:, 0]).any():
+                _bars(axes, ranks + HEIGHT / 2, spans, color, label if stage == 0 else None)
+    for parts, color, label in zip(
+        timeline.within,
+        WITHIN_COLORS,
+        ("passed on inside nodes", "summed inside nodes"),
+        strict=True,
     ):
         for stage, spans in enumerate(parts):
             if (spans[:, 1] > spans[:, 0]).any():

@@ -21,12 +21,17 @@ class PlanReport:
         area: ``[1 + stages, cp]`` (query, key) pairs that each rank computes in each stage of the
             forward pass, without those of queries that travelled to it. Late queries are one more stage.
         traffic: ``[stages, cp, cp]`` key rows from source (first axis) to destination.
+        ranks_per_node: ranks of a node.
+        two_level: whether rows cross to a node once and are passed on inside it.
+        link_traffic: ``[stages, cp, cp]`` key rows that move over the link between two ranks; in two steps
+            to relays and from them, else ``traffic``.
         backward_stages: remote stages of the backward pass.
         travel_area: ``[cp]`` pairs that each rank computes for queries that travelled to it.
         travel_traffic: ``[cp, cp]`` query rows that travel from source to destination; as many partial
             results return.
         buffer_rows: ``[stages]`` rows of each received buffer, padding included.
-        pair_rows: ``[stages]`` rows of the block of each pair in the portable collective.
+        wire_rows: ``[stages]`` rows of the operands of the portable collectives on each rank, padding
+            included.
         redundancy: received rows over distinct ones; 1.0 always.
         planning_ms: time that planning took on the host; None when the plan was transformed since.
         forward, backward: predicted timelines of the stages.
@@ -42,11 +47,14 @@ class PlanReport:
     tokens: np.ndarray
     area: np.ndarray
     traffic: np.ndarray
+    ranks_per_node: int
+    two_level: bool
+    link_traffic: np.ndarray
     backward_stages: int
     travel_area: np.ndarray
     travel_traffic: np.ndarray
     buffer_rows: np.ndarray
-    pair_rows: np.ndarray
+    wire_rows: np.ndarray
     redundancy: float
     planning_ms: float | None
     forward: Timeline
@@ -86,6 +94,12 @@ class PlanReport:
     def send_rows(self) -> np.ndarray:
         """Key rows that each rank sends in the forward pass, int64 ``[cp]``."""
         return self.traffic.sum(axis=(0, 2))
+
+    @property
+    def crossing_rows(self) -> np.ndarray:
+        """Key rows that enter each rank from other nodes in the forward pass, int64 ``[cp]``."""
+        node = np.arange(self.cp_size) // self.ranks_per_node
+        return (self.link_traffic * (node[:, None] != node)).sum(axis=(0, 1))
 
     @property
     def predicted_us(self) -> float:
@@ -131,7 +145,7 @@ class PlanReport:
     @property
     def collective_rows(self) -> int:
         """Rows of the operands of the portable collectives, on each rank, padding included."""
-        return int(self.pair_rows.sum()) * self.cp_size
+        return int(self.wire_rows.sum())
 
     def recv_bytes(
         self,
@@ -172,6 +186,14 @@ class PlanReport:
             ("worst rank", f"{share:.1%} of what a ring would bring it"),
         )
 
+    def _across_nodes(self) -> tuple[tuple[str, str], ...]:
+        if self.ranks_per_node >= self.cp_size:
+            return ()
+        rows = self.crossing_rows
+        way = "once per node, then inside" if self.two_level else "once per rank that needs them"
+        text = f"{_span(rows)} rows into each rank, {rows.sum():,} in all, {way}"
+        return (("between nodes", text),)
+
     def __str__(self) -> str:
         area = self.rank_area
         lines = [
@@ -181,6 +203,7 @@ class PlanReport:
             ("remote stages", f"{self.stages} forward, {self.backward_stages} backward"),
             ("rows received", f"{_span(self.recv_rows)} per rank, {self.recv_rows.sum():,} in all"),
             ("rows sent", f"{_span(self.send_rows)} per rank"),
+            *self._across_nodes(),
             *(() if self.is_cross else self._beside_a_ring()),
             ("redundancy", f"{self.redundancy:.3f}"),
             ("padded collective", f"{self.collective_rows:,} rows per rank"),

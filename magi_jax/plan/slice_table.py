@@ -4,7 +4,8 @@ import numpy as np
 
 from magi_jax.masks import AttnMask, bands
 from magi_jax.plan.frame import does_not_fit
-from magi_jax.plan.spec import MIN_ENTRIES, TableSpec, bucket
+from magi_jax.plan.sizes import MIN_ENTRIES, bucket
+from magi_jax.plan.spec import TableSpec
 from magi_jax.plan.tables import SliceTable
 from magi_jax.solver import slice_table as solver
 from magi_jax.solver.slice_table import TileRuns

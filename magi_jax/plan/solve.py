@@ -41,6 +41,30 @@ def travelling_ranges(
     return Ranges(begin, end)
 
 
+def machine_of(machine: Machine, cp_size: int, spec: PlanSpec | None) -> Machine:
+    """The machine with what a spec settles: whether rows take one step or two, and between which nodes.
+
+    Raises:
+        ValueError: the machine asks for the other, or for other nodes.
+    """
+    if spec is None or not spec.attention_comm:
+        return machine
+    per_node = spec.ranks_per_node
+    if machine.two_level != "auto" and cp_size > machine.node_of(cp_size):
+        if machine.two_level != (per_node is not None):
+            raise ValueError(
+                f"the spec has transfers in {'one step' if per_node is None else 'two steps'}, but"
+                f" two_level={machine.two_level}"
+            )
+    if per_node is None:
+        return machine._replace(two_level=False)
+    if machine.ranks_per_node not in (None, per_node):
+        raise ValueError(
+            f"the spec has nodes of {per_node} ranks, but ranks_per_node={machine.ranks_per_node}"
+        )
+    return machine._replace(ranks_per_node=per_node, two_level=True)
+
+
 def settle_work(
     slices: np.ndarray,
     ranges: Ranges,

@@ -8,129 +8,25 @@ buckets, so that masks of similar size share a spec and a program is compiled on
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
-# Smallest capacities: shapes stay away from zero, and small masks share one bucket.
-MIN_ENTRIES = 16  # slices, runs, ids and pieces of a table
-MIN_PAIR_ROWS = 8  # rows of one pair of ranks, sent even where there is nothing to send
-MIN_BUFFER_ROWS = 128  # rows of a received buffer: one tile
-MIN_SEGMENTS = 4  # segments of a rank
-
+from magi_jax.plan.comm_spec import AnyCommSpec, CommSpec, TwoLevelSpec, grown
+from magi_jax.plan.sizes import (
+    MIN_BUFFER_ROWS,
+    MIN_ENTRIES,
+    MIN_SEGMENTS,
+    Sizes,
+    bucket,
+    capacity,
+    rounded,
+    union_of,
+)
 
 # Where the keys of a plan are: with its queries, in another plan's dispatch, or whole on every rank.
 OWN_KEYS, OTHER_KEYS, REPLICATED_KEYS = "own", "other", "replicated"
 
 
-def bucket(size: int, minimum: int = 1) -> int:
-    """Rounds ``max(size, minimum)`` up to 1, 1.25, 1.5 or 1.75 times a power of two."""
-    size = max(int(size), minimum)
-    if size <= 4:
-        return size
-    step = 1 << ((size - 1).bit_length() - 3)
-    return -(-size // step) * step
-
-
-def _capacity(minimum: int | None = 0) -> dict[str, int | None]:
-    """Marks a field that need only be large enough, rounded up to buckets unless ``minimum`` is None."""
-    return {"capacity": minimum}
-
-
 @dataclass(frozen=True)
-class _Sizes:
-    """Comparison of specs, field by field; fields made by `_capacity` need only be large enough."""
-
-    def shortfall(self, other, path: str = "spec") -> str | None:
-        """Says where this spec is too small for ``other`` or of another kind; None when it covers
-        it.
-        """
-        return _shortfall(self, other, path, capacity=False)
-
-    def rounded(self):
-        """The same with every capacity rounded up to its bucket."""
-        return _rounded(self, None)
-
-    def covers(self, other) -> bool:
-        """Whether tables that need ``other`` fit into this spec."""
-        return self.shortfall(other) is None
-
-    def union(self, other):
-        """The smallest spec that covers both. Raises ValueError where an identity differs."""
-        return _union(self, other, "spec", capacity=False)
-
-
-def _rounded(sizes: Any, minimum: int | None, factor: float = 1.0) -> Any:
-    if sizes is None:
-        return None
-    if isinstance(sizes, tuple):
-        return tuple(_rounded(entry, minimum, factor) for entry in sizes)
-    if isinstance(sizes, _Sizes):
-        fields = dataclasses.fields(sizes)
-        values = (
-            _rounded(getattr(sizes, f.name), f.metadata.get("capacity"), factor) for f in fields
-        )
-        return dataclasses.replace(
-            sizes, **{f.name: value for f, value in zip(fields, values, strict=True)}
-        )
-    return sizes if minimum is None else bucket(math.ceil(sizes * factor), minimum)
-
-
-def _is_list_of_parts(mine: Any, other: Any) -> bool:
-    """Whether both are tuples of sizes, of which one may be longer, and not of plain numbers."""
-    return isinstance(mine, tuple) and all(isinstance(part, _Sizes) for part in mine + other)
-
-
-def _shortfall(mine: Any, other: Any, path: str, capacity: bool) -> str | None:
-    if other is None:  # an absent part needs nothing
-        return None
-    if mine is None:
-        return f"{path} is None, but one is needed"
-    if _is_list_of_parts(mine, other):
-        if len(mine) < len(other):  # entries beyond may stay empty
-            return f"{path} has {len(mine)} entries, but {len(other)} are needed"
-        pairs = enumerate(zip(mine, other, strict=False))
-        steps = ((f"{path}[{i}]", a, b, capacity) for i, (a, b) in pairs)
-    elif isinstance(mine, _Sizes):
-        steps = (
-            (
-                f"{path}.{f.name}",
-                getattr(mine, f.name),
-                getattr(other, f.name),
-                "capacity" in f.metadata,
-            )
-            for f in dataclasses.fields(mine)
-        )
-    elif capacity:
-        return None if mine >= other else f"{path} is {mine}, but {other} is needed"
-    else:
-        return None if mine == other else f"{path} is {mine}, but must be {other}"
-    return next(filter(None, (_shortfall(a, b, name, c) for name, a, b, c in steps)), None)
-
-
-def _union(mine: Any, other: Any, path: str, capacity: bool) -> Any:
-    if mine is None or other is None:
-        return other if mine is None else mine
-    if _is_list_of_parts(mine, other):
-        pairs = enumerate(zip(mine, other, strict=False))
-        both = tuple(_union(a, b, f"{path}[{i}]", capacity) for i, (a, b) in pairs)
-        return both + mine[len(both) :] + other[len(both) :]
-    if isinstance(mine, _Sizes):
-        merged = {
-            f.name: _union(
-                getattr(mine, f.name),
-                getattr(other, f.name),
-                f"{path}.{f.name}",
-                "capacity" in f.metadata,
-            )
-            for f in dataclasses.fields(mine)
-        }
-        return dataclasses.replace(mine, **merged)
-    if not capacity and mine != other:
-        raise ValueError(f"no spec covers both: {path} is {mine} in one and {other} in the other")
-    return max(mine, other)
-
-
-@dataclass(frozen=True)
-class TableSpec(_Sizes):
+class TableSpec(Sizes):
     """Sizes of one `SliceTable`.
 
     Attributes:
@@ -141,39 +37,18 @@ class TableSpec(_Sizes):
         key_runs, key_ids: the same of ``by_key``.
     """
 
-    q_len: int = dataclasses.field(metadata=_capacity(None))
-    k_len: int = dataclasses.field(metadata=_capacity(None))
+    q_len: int = dataclasses.field(metadata=capacity(None))
+    k_len: int = dataclasses.field(metadata=capacity(None))
     tile_size: int
-    slices: int = dataclasses.field(metadata=_capacity(MIN_ENTRIES))
-    query_runs: int = dataclasses.field(metadata=_capacity(MIN_ENTRIES))
-    query_ids: int = dataclasses.field(metadata=_capacity(MIN_ENTRIES))
-    key_runs: int = dataclasses.field(metadata=_capacity(MIN_ENTRIES))
-    key_ids: int = dataclasses.field(metadata=_capacity(MIN_ENTRIES))
+    slices: int = dataclasses.field(metadata=capacity(MIN_ENTRIES))
+    query_runs: int = dataclasses.field(metadata=capacity(MIN_ENTRIES))
+    query_ids: int = dataclasses.field(metadata=capacity(MIN_ENTRIES))
+    key_runs: int = dataclasses.field(metadata=capacity(MIN_ENTRIES))
+    key_ids: int = dataclasses.field(metadata=capacity(MIN_ENTRIES))
 
 
 @dataclass(frozen=True)
-class CommSpec(_Sizes):
-    """Sizes of one `CommMeta`.
-
-    Attributes:
-        cp_size: number of ranks.
-        src_rows: rows of the local input.
-        dst_rows: rows of the buffer that is written.
-        pair_rows: rows of the block of each ordered pair of different ranks.
-        self_rows: most rows that a rank copies to itself; 0 when no row stays (every remote stage).
-        pieces: capacity ``L`` of ``send`` and ``recv``.
-    """
-
-    cp_size: int
-    src_rows: int
-    dst_rows: int = dataclasses.field(metadata=_capacity(None))
-    pair_rows: int = dataclasses.field(metadata=_capacity(MIN_PAIR_ROWS))
-    self_rows: int = dataclasses.field(metadata=_capacity())
-    pieces: int = dataclasses.field(metadata=_capacity(MIN_ENTRIES))
-
-
-@dataclass(frozen=True)
-class LateSpec(_Sizes):
+class LateSpec(Sizes):
     """Sizes of a `LateTables`: the slice table, and the cast that fills the buffer of its keys.
 
     Attributes:
@@ -183,7 +58,7 @@ class LateSpec(_Sizes):
 
     calc: TableSpec
     comm: CommSpec
-    shared_rows: int | None = dataclasses.field(default=None, metadata=_capacity(MIN_BUFFER_ROWS))
+    shared_rows: int | None = dataclasses.field(default=None, metadata=capacity(MIN_BUFFER_ROWS))
 
     @property
     def shared_comm(self) -> CommSpec:
@@ -193,24 +68,24 @@ class LateSpec(_Sizes):
 
 
 @dataclass(frozen=True)
-class StagesSpec(_Sizes):
+class StagesSpec(Sizes):
     """Sizes of the stages of one direction: ``calc``, ``comm`` and ``late`` as in `PlanSpec`."""
 
     calc: tuple[TableSpec, ...]
-    comm: tuple[CommSpec, ...]
+    comm: tuple[AnyCommSpec, ...]
     late: LateSpec | None = None
 
 
 @dataclass(frozen=True)
-class TravelSpec(_Sizes):
+class TravelSpec(Sizes):
     """Sizes of a `TravelTables`: the slice table, and the cast of query rows that feeds it."""
 
     calc: TableSpec
-    comm: CommSpec
+    comm: AnyCommSpec
 
 
 @dataclass(frozen=True)
-class PlanSpec(_Sizes):
+class PlanSpec(Sizes):
     """Every static size of an `AttentionPlan`; hashable, and equal specs compile once.
 
     Attributes:
@@ -222,7 +97,7 @@ class PlanSpec(_Sizes):
         roll_shifts: shifts that `AttentionPlan.rolls` holds.
         segments: capacity ``G`` of the dispatch.
         calc: sizes of the slice table of each stage; stage 0 is local.
-        comm: sizes of the cast that feeds stage ``i + 1``.
+        comm: sizes of the cast that feeds stage ``i + 1``, in one step or in two.
         transfer: sizes of the transfer from the contiguous layout to the dispatched one.
         rolls: sizes of each roll.
         keys: `OWN_KEYS`, `OTHER_KEYS` or `REPLICATED_KEYS`; ``calc[0].k_len`` are the rows of each rank.
@@ -237,9 +112,9 @@ class PlanSpec(_Sizes):
     local_len: int
     tile_size: int
     roll_shifts: tuple[int, ...]
-    segments: int = dataclasses.field(metadata=_capacity(MIN_SEGMENTS))
+    segments: int = dataclasses.field(metadata=capacity(MIN_SEGMENTS))
     calc: tuple[TableSpec, ...]
-    comm: tuple[CommSpec, ...]
+    comm: tuple[AnyCommSpec, ...]
     transfer: CommSpec
     rolls: tuple[CommSpec, ...]
     keys: str = OWN_KEYS
@@ -262,25 +137,66 @@ class PlanSpec(_Sizes):
         """Sizes of the stages of the backward pass, shared or not."""
         return self.forward_stages if self.backward is None else self.backward
 
+    @property
+    def attention_comm(self) -> tuple[AnyCommSpec, ...]:
+        """Sizes of all transfers of attention: stages of both directions, and travelling queries."""
+        backward = () if self.backward is None else self.backward.comm
+        travel = () if self.travel is None else (self.travel.comm,)
+        return *self.comm, *backward, *travel
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Ranks of a node where rows cross between nodes once and move on inside; None where they take
+        one step.
+        """
+        found = [spec for spec in self.attention_comm if isinstance(spec, TwoLevelSpec)]
+        return found[0].ranks_per_node if found else None
+
     def shortfall(self, other: "PlanSpec", path: str = "spec") -> str | None:
         """Says where this spec is too small for ``other`` or of another kind; None when it covers
         it. Stages that only this spec has stay empty.
         """
+        mine, found = self.ranks_per_node, other.ranks_per_node
+        if mine is None and found is not None:
+            return f"{path} has transfers in one step, but two are needed"
+        if mine is not None and found is None:
+            other = other.in_two(mine)
         if self.backward is not None:
             other = dataclasses.replace(other, backward=other.backward_stages)
         return super().shortfall(other, path)
 
     def union(self, other: "PlanSpec") -> "PlanSpec":
-        """The smallest spec that covers both, with the larger number of stages of each direction.
+        """The smallest spec that covers both, with the larger number of stages of each direction, and
+        with transfers in two steps where either has them.
 
         Raises:
             ValueError: an identity differs; it is named.
         """
-        if (self.backward is None) != (other.backward is None):
-            both = (dataclasses.replace(s, backward=s.backward_stages) for s in (self, other))
+        mine = self
+        if (mine.backward is None) != (other.backward is None):
+            both = (dataclasses.replace(s, backward=s.backward_stages) for s in (mine, other))
             mine, other = both
-            return _union(mine, other, "spec", capacity=False)
-        return _union(self, other, "spec", capacity=False)
+        per_node = mine.ranks_per_node or other.ranks_per_node
+        if per_node is not None:
+            mine, other = mine.in_two(per_node), other.in_two(per_node)
+        return union_of(mine, other, "spec", capacity=False)
+
+    def in_two(self, ranks_per_node: int) -> "PlanSpec":
+        """The same with room for the transfers of attention in two steps; those that take two stay as
+        they are.
+        """
+
+        def split(stages):
+            return dataclasses.replace(
+                stages, comm=tuple(c.in_two(ranks_per_node) for c in stages.comm)
+            )
+
+        return dataclasses.replace(
+            split(self),
+            backward=self.backward and split(self.backward),
+            travel=self.travel
+            and dataclasses.replace(self.travel, comm=self.travel.comm.in_two(ranks_per_node)),
+        )
 
     def scaled(self, factor: float) -> "PlanSpec":
         """The same with capacities ``factor`` times as large: room for masks not seen yet.
@@ -292,31 +208,19 @@ class PlanSpec(_Sizes):
         num_chunks = -(-self.seq_len // self.chunk_size)
         chunks = -(-num_chunks // self.cp_size)  # of a rank, at most
 
-        def grown(spec: CommSpec) -> CommSpec:
-            wide = _rounded(spec, None, factor)
-            pair_rows = max(min(wide.pair_rows, spec.src_rows), spec.pair_rows)
-            arriving = bucket(math.ceil(spec.dst_rows * factor), MIN_BUFFER_ROWS)
-            others = bucket((spec.cp_size - 1) * spec.src_rows, MIN_BUFFER_ROWS)
-            return dataclasses.replace(
-                wide,
-                dst_rows=max(min(arriving, others), spec.dst_rows),
-                pair_rows=pair_rows,
-                self_rows=spec.self_rows,
-            )
-
         def moved(spec: CommSpec) -> CommSpec:
             self_rows = min(bucket(math.ceil(spec.self_rows * factor)), spec.src_rows)
             self_rows = max(self_rows, spec.self_rows)
             # A chunk meets at most two ranks of the contiguous layout, and three chunks when rolled.
             pieces = bucket(max(3 * chunks, math.ceil(spec.pieces * factor)), MIN_ENTRIES)
             return dataclasses.replace(
-                grown(spec), dst_rows=spec.dst_rows, self_rows=self_rows, pieces=pieces
+                grown(spec, factor), dst_rows=spec.dst_rows, self_rows=self_rows, pieces=pieces
             )
 
         def staged(stages: StagesSpec) -> StagesSpec:
-            comm = tuple(map(grown, stages.comm))
+            comm = tuple(grown(c, factor) for c in stages.comm)
             k_lens = (stages.calc[0].k_len, *(spec.dst_rows for spec in comm))
-            tables = (_rounded(table, None, factor) for table in stages.calc)
+            tables = (rounded(table, None, factor) for table in stages.calc)
             calc = (
                 dataclasses.replace(t, q_len=self.local_len, k_len=n)
                 for t, n in zip(tables, k_lens, strict=True)
@@ -325,7 +229,7 @@ class PlanSpec(_Sizes):
             return StagesSpec(tuple(calc), comm, late)
 
         def waited(late: LateSpec) -> LateSpec:
-            comm = grown(late.comm)
+            comm = grown(late.comm, factor)
             self_rows = min(bucket(math.ceil(late.comm.self_rows * factor)), comm.src_rows)
             arriving = bucket(math.ceil(late.comm.dst_rows * factor), MIN_BUFFER_ROWS)
             most = bucket(comm.cp_size * comm.src_rows, MIN_BUFFER_ROWS)  # own ones too
@@ -334,7 +238,7 @@ class PlanSpec(_Sizes):
                 dst_rows=max(min(arriving, most), late.comm.dst_rows),
                 self_rows=max(self_rows, late.comm.self_rows),
             )
-            calc = _rounded(late.calc, None, factor)
+            calc = rounded(late.calc, None, factor)
             q_len = bucket(math.ceil(late.calc.q_len * factor), MIN_BUFFER_ROWS)
             calc = dataclasses.replace(calc, q_len=q_len, k_len=comm.dst_rows)
             rows = late.shared_rows
@@ -344,8 +248,8 @@ class PlanSpec(_Sizes):
             return LateSpec(calc, comm, rows)
 
         def travelled(travel: TravelSpec) -> TravelSpec:
-            comm = grown(travel.comm)
-            calc = _rounded(travel.calc, None, factor)
+            comm = grown(travel.comm, factor)
+            calc = rounded(travel.calc, None, factor)
             calc = dataclasses.replace(calc, q_len=comm.dst_rows, k_len=self.local_len)
             return TravelSpec(calc, comm)
 

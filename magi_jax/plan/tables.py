@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from magi_jax.plan.spec import CommSpec
+from magi_jax.plan.comm_spec import CommSpec, StepSpec, TwoLevelSpec
 from magi_jax.solver.slice_table import TileRuns
 
 PEER, SRC_ROW, DST_ROW, N_ROWS, SLOT = range(5)
@@ -80,9 +80,68 @@ class CommMeta:
         """Most rows that a rank copies to itself; 0 when none ever is."""
         return self.spec.self_rows
 
+    @property
+    def steps(self) -> "tuple[CommMeta, ...]":
+        """The transfers that this one is made of: itself."""
+        return (self,)
+
     def local(self, rank: Array) -> "CommMeta":
         """The pieces of one rank, ``[L, 5]``, whether the leaves arrive sharded or whole."""
         return local_part(self, rank, self.spec.cp_size, lead=self.send.ndim - 2)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class TwoLevelComm:
+    """A transfer in two steps, so that no row crosses a border between nodes twice; see
+    docs/architecture.md, "Plan".
+
+    Attributes:
+        across: rows to their relays, each once per node that needs it; rows that ranks of the owner's
+            own node need are copied at the owner.
+        within: rows from the relays' buffers to the ranks that need them.
+        ranks_per_node: static.
+    """
+
+    across: CommMeta
+    within: CommMeta
+    ranks_per_node: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def src_rows(self) -> int:
+        """Rows of the local input."""
+        return self.across.src_rows
+
+    @property
+    def dst_rows(self) -> int:
+        """Rows of the received buffer."""
+        return self.within.dst_rows
+
+    @property
+    def steps(self) -> tuple[CommMeta, ...]:
+        """The transfers that this one is made of, in order."""
+        return self.across, self.within
+
+    @property
+    def spec(self) -> TwoLevelSpec:
+        """Static sizes."""
+        first, second = self.across.spec, self.within.spec
+        return TwoLevelSpec(
+            first.cp_size,
+            self.ranks_per_node,
+            first.src_rows,
+            first.dst_rows,
+            second.dst_rows,
+            StepSpec(first.pair_rows, first.self_rows, first.pieces),
+            StepSpec(second.pair_rows, second.self_rows, second.pieces),
+        )
+
+    def local(self, rank: Array) -> "TwoLevelComm":
+        """The pieces of one rank, whether the leaves arrive sharded or whole."""
+        return TwoLevelComm(self.across.local(rank), self.within.local(rank), self.ranks_per_node)
+
+
+AnyComm = CommMeta | TwoLevelComm
 
 
 @jax.tree_util.register_dataclass
@@ -127,12 +186,12 @@ class StageTables:
     Attributes:
         calc: slice table of each stage; stage 0 reads local keys, stage ``i + 1`` what ``comm[i]``
             brought.
-        comm: rows that stage ``i + 1`` receives.
+        comm: rows that stage ``i + 1`` receives, in one step or in two.
         late: queries that are in no stage; None where there are none.
     """
 
     calc: tuple[SliceTable, ...]
-    comm: tuple[CommMeta, ...]
+    comm: tuple[AnyComm, ...]
     late: LateTables | None = None
 
 
@@ -147,7 +206,7 @@ class TravelTables:
         calc: those rows (queries, in the order of the received buffer) against local keys.
     """
 
-    comm: CommMeta
+    comm: AnyComm
     calc: SliceTable
 
 

@@ -6,7 +6,9 @@ import numpy as np
 
 from magi_jax.solver import timeline
 from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver.remote import Remote
 from magi_jax.solver.stages import Staged
+from magi_jax.solver.two_level import traffic as two_level_traffic
 from magi_jax.solver.work import Work, traffic
 
 MOST_STAGES = 4
@@ -16,14 +18,40 @@ Counts = tuple[int | None, int | None]
 
 
 class Machine(NamedTuple):
-    """What times are predicted for: ranks of a node (None: all), and rates."""
+    """What times are predicted for.
+
+    Attributes:
+        ranks_per_node: ranks that share a fast link; None takes all for one node.
+        cost_model: rates.
+        two_level: whether rows move in two steps, across nodes and then inside (`solver/two_level.py`):
+            True, False, or "auto" for what is predicted faster.
+    """
 
     ranks_per_node: int | None = None
     cost_model: CostModel = CostModel()
+    two_level: bool | str = "auto"
 
     def node_of(self, cp_size: int) -> int:
         """Ranks of a node."""
         return min(self.ranks_per_node or cp_size, cp_size)
+
+    def ways(self, cp_size: int) -> tuple[bool, ...]:
+        """Ways that rows may take: in one step (False), in two (True), or either.
+
+        Raises:
+            ValueError: two steps are asked for, and the ranks are not whole nodes.
+        """
+        per_node = self.node_of(cp_size)
+        if per_node == cp_size or self.two_level is False:
+            return (False,)
+        whole = cp_size % per_node == 0
+        if self.two_level is True:
+            if not whole:
+                raise ValueError(
+                    f"two_level=True wants whole nodes, {cp_size} ranks are not whole nodes of {per_node}"
+                )
+            return (True,)
+        return (False, True) if whole and per_node > 1 else (False,)
 
 
 class Choice(NamedTuple):
@@ -32,11 +60,13 @@ class Choice(NamedTuple):
     Attributes:
         forward, backward: work in stages; one object when both have the same number.
         predicted_us: time of forward and backward.
+        two_level: whether rows move in two steps.
     """
 
     forward: Staged
     backward: Staged
     predicted_us: float
+    two_level: bool
 
 
 def choose_stages(
@@ -48,7 +78,8 @@ def choose_stages(
     """Predicts stages from their exact slices and takes the fastest, for each direction by itself.
 
     Tried are 1 to `MOST_STAGES` straight stages of equal size, then turned ones (`remote.split_stages`)
-    in the best of these numbers, or in the largest where one was best.
+    in the best of these numbers, or in the largest where one was best; all of it for each way that rows may
+    take.
 
     Args:
         work: what one layout asks for.
@@ -56,20 +87,29 @@ def choose_stages(
         machine: what to predict for.
         counts: numbers of stages that are settled; 0 on one rank.
     """
+    ways = machine.ways(work.layout.cp_size)
+    choices = (_choose(work, local_len, machine, counts, way) for way in ways)
+    return min(choices, key=lambda choice: choice.predicted_us)
+
+
+def _choose(
+    work: Work, local_len: int, machine: Machine, counts: Counts, two_level: bool
+) -> Choice:
+    """`choose_stages` for rows that move in two steps, or in one."""
     options: dict[tuple[int, bool], _Option] = {}
     chosen: list[Staged] = []
     total_us = 0.0
     for backward, settled in zip((False, True), counts, strict=True):
-        travel = _travel_work(work, machine, backward)
+        travel = _travel_work(work, machine, backward, two_level)
         times_us: dict[tuple[int, bool], float] = {}
 
         def predict(count: int, turned: bool, backward=backward, travel=travel, times_us=times_us):
             kind = (count, turned)
             if kind not in options:
-                options[kind] = _Option.make(work, *kind, machine)
-            times_us[kind] = options[kind].predict(local_len, machine, backward, travel)
+                options[kind] = _Option(work, *kind, machine, two_level)
+            times_us[kind] = options[kind].predict(local_len, backward, travel)
 
-        vain = settled is None and _is_vain(work, local_len, machine, backward)
+        vain = settled is None and _is_vain(work, local_len, machine, backward, two_level)
         for count in range(1, 2 if vain else MOST_STAGES + 1) if settled is None else (settled,):
             predict(count, turned=False)
         best, _ = min(times_us, key=times_us.__getitem__)
@@ -78,54 +118,57 @@ def choose_stages(
         kind = min(times_us, key=times_us.__getitem__)
         chosen.append(options[kind].staged)
         total_us += times_us[kind]
-    forward, backward_too = chosen
-    return Choice(forward, backward_too, total_us)
+    return Choice(chosen[0], chosen[1], total_us, two_level)
 
 
-class _Option(NamedTuple):
-    """One way to cut stages, with what both directions' times depend on."""
+class _Option:
+    """One way to cut stages, with what the times of both directions depend on."""
 
-    staged: Staged
-    rows: tuple[np.ndarray, np.ndarray]
-    shapes: timeline.Shapes
+    def __init__(self, work: Work, count: int, turned: bool, machine: Machine, two_level: bool):
+        cp_size, self.model, self.two_level = work.layout.cp_size, machine.cost_model, two_level
+        self.staged = work.staged(count, turned, machine.node_of(cp_size) if two_level else None)
+        self.rows = _link_rows(self.staged.remote, count, cp_size, machine, two_level)
+        self.shapes = timeline.shapes_of(self.staged.slices, cp_size, self.model, work.engine)
 
-    @classmethod
-    def make(cls, work: Work, count: int, turned: bool, machine: Machine) -> "_Option":
-        staged, cp_size = work.staged(count, turned), work.layout.cp_size
-        moved = traffic(staged.remote, count, cp_size)
-        rows = timeline.link_rows(moved, machine.node_of(cp_size))
-        model = machine.cost_model
-        return cls(staged, rows, timeline.shapes_of(staged.slices, cp_size, model, work.engine))
-
-    def predict(
-        self,
-        local_len: int,
-        machine: Machine,
-        backward: bool,
-        travel: timeline.TravelWork | None,
-    ) -> float:
-        work = timeline.direction_work(
-            self.shapes, self.rows, local_len, machine.cost_model, backward, travel
-        )
+    def predict(self, local_len: int, backward: bool, travel: timeline.TravelWork | None) -> float:
+        sizes = local_len, self.model, backward
+        work = timeline.direction_work(self.shapes, self.rows, *sizes, travel, self.two_level)
         return timeline.simulate(work).predicted_us
 
 
-def _travel_work(work: Work, machine: Machine, backward: bool) -> timeline.TravelWork | None:
+def _link_rows(
+    remote: Remote, num_stages: int, cp_size: int, machine: Machine, two_level: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """`timeline.link_rows` of each stage, ``[S, cp]``, of rows that take one step or two."""
+    per_node = machine.node_of(cp_size)
+    if not two_level:
+        return timeline.link_rows(traffic(remote, num_stages, cp_size), per_node)
+    across, within = two_level_traffic(remote, num_stages, cp_size, per_node)
+    return timeline.link_rows(across + within, per_node)
+
+
+def _travel_work(
+    work: Work, machine: Machine, backward: bool, two_level: bool
+) -> timeline.TravelWork | None:
     if work.travel is None:
         return None
-    cp_size = work.layout.cp_size
-    rows = traffic(work.travel.moved, 1, cp_size)[0]
-    sizes = machine.node_of(cp_size), machine.cost_model
-    return timeline.travel_work(work.travel.away, rows, *sizes, backward)
+    rows = _link_rows(work.travel.moved, 1, work.layout.cp_size, machine, two_level)
+    near, far = (each[0] for each in rows)
+    return timeline.travel_work(
+        work.travel.away, (near, far), machine.cost_model, backward, two_level
+    )
 
 
-def _is_vain(work: Work, local_len: int, machine: Machine, backward: bool) -> bool:
+def _is_vain(work: Work, local_len: int, machine: Machine, backward: bool, two_level: bool) -> bool:
     """Whether one remote stage is best whatever the kernels take: all that a second could hide is less
     than what merging it costs.
     """
-    cp_size, model = work.layout.cp_size, machine.cost_model
-    rows = timeline.link_rows(traffic(work.far, 1, cp_size), machine.node_of(cp_size))
-    hidden_us = model.cast_us(*rows).max(initial=0.0)
-    if backward:
-        hidden_us += model.reduce_us(*rows).max(initial=0.0)
+    model = machine.cost_model
+    near, far = _link_rows(work.far, 1, work.layout.cp_size, machine, two_level)
+    none = np.zeros_like(near)
+    hidden_us = 0.0
+    for rows in ((none, far), (near, none)) if two_level else ((near, far),):
+        hidden_us += model.cast_us(*rows).max(initial=0.0)
+        if backward:
+            hidden_us += model.reduce_us(*rows).max(initial=0.0)
     return bool(hidden_us <= model.merge_us(local_len))

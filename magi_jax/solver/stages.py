@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from magi_jax.masks import bands
-from magi_jax.solver import intervals
+from magi_jax.solver import intervals, two_level
 from magi_jax.solver.dispatch import Layout
 from magi_jax.solver.engine import compiled
 from magi_jax.solver.remote import QueryCut, Remote, split_stages
@@ -43,6 +43,7 @@ def cut_stages(
     num_remote_stages: int,
     turned: bool = False,
     engine: str = "numpy",
+    ranks_per_node: int | None = None,
 ) -> Staged:
     """`split_stages`, then `stage_slices`.
 
@@ -53,14 +54,18 @@ def cut_stages(
         num_remote_stages: stages of equal size to cut them into; 0 when there is one rank only.
         turned: see `split_stages`.
         engine: "numpy" or "compiled"; both find the same.
+        ranks_per_node: cuts the rows of nodes of so many ranks instead: `two_level.split_stages`.
     """
+    sizes = num_remote_stages, layout.cp_size
+    if ranks_per_node is not None and num_remote_stages > 1:
+        remote = two_level.split_stages(remote, *sizes, ranks_per_node, turned)
     if engine == "numpy":
-        if num_remote_stages > 1:
-            remote = split_stages(remote, num_remote_stages, layout.cp_size, turned)
+        if ranks_per_node is None and num_remote_stages > 1:
+            remote = split_stages(remote, *sizes, turned)
         return Staged(remote, stage_slices(cut, remote, layout, num_remote_stages))
     ranges, slices, group = compiled().cut_stages(
         *cut, np.stack(remote, axis=1), layout.edges, layout.owner, layout.offset, layout.cp_size,
-        num_remote_stages, turned,
+        num_remote_stages, turned, is_split=ranks_per_node is not None,
     )  # fmt: skip
     return Staged(Remote(*ranges.T), _by_stage(slices, group, layout.cp_size, num_remote_stages))
 

@@ -3,6 +3,10 @@
 A rank has one compute stream and one communication stream. Travelling queries leave first and are computed
 after the local stage. The cast of a stage is issued when the attention of the stage before it starts; the
 dK and dV of a stage leave when its attention is done.
+
+Where rows move in two steps (`solver/two_level.py`), a rank has a stream for each: rows cross between nodes
+two stages ahead, and move inside the node one stage ahead, both beside attention. Only the second step of
+the first stage comes between the local stage and the next, since nothing is left to hide it behind.
 """
 
 from collections.abc import Sequence
@@ -28,10 +32,12 @@ class DirectionWork(NamedTuple):
 
     Attributes:
         kernel_us: ``[1 + S, cp]`` kernel time; stage 0 is local.
-        cast_us: ``[S, cp]`` time of the cast that feeds stage ``i + 1``.
+        cast_us: ``[S, cp]`` time of the cast that feeds stage ``i + 1``; in two steps of that between
+            nodes.
         reduce_us: ``[S, cp]`` time of the way back of its dK and dV; zeros in the forward direction.
         merge_us: what each remote stage adds to its kernel for merging with those before.
         travel: what travelling queries take, if any travel.
+        within_us: ``[2, S, cp]`` times of the casts and the reduces inside nodes; None in one step.
     """
 
     kernel_us: np.ndarray
@@ -39,6 +45,7 @@ class DirectionWork(NamedTuple):
     reduce_us: np.ndarray
     merge_us: float = 0.0
     travel: TravelWork | None = None
+    within_us: np.ndarray | None = None
 
     @property
     def busy_us(self) -> float:
@@ -58,12 +65,15 @@ class Timeline(NamedTuple):
         reduce: ``[S, cp, 2]`` begin and end of each reduce; of zero length in the forward direction.
         travel: ``[3, cp, 2]`` begin and end of the cast, the kernel and the return of travelling
             queries; of zero length where none travel.
+        within: ``[2, S, cp, 2]`` begin and end of the steps of casts and reduces inside nodes; of zero
+            length in one step.
     """
 
     compute: np.ndarray
     cast: np.ndarray
     reduce: np.ndarray
     travel: np.ndarray
+    within: np.ndarray
 
     @property
     def predicted_us(self) -> float:
@@ -133,6 +143,7 @@ def direction_work(
     model: CostModel,
     backward: bool,
     travel: TravelWork | None = None,
+    two_level: bool = False,
 ) -> DirectionWork:
     """Times of the stages of one direction.
 
@@ -143,58 +154,136 @@ def direction_work(
         model: the machine.
         backward: which direction.
         travel: of travelling queries.
+        two_level: whether these rows move in two steps, across nodes and then inside.
     """
     kernel_us = shapes.kernel_us(model, backward)
-    cast_us = model.cast_us(*rows)
-    reduce_us = model.reduce_us(*rows) if backward else np.zeros_like(cast_us)
-    return DirectionWork(kernel_us, cast_us, reduce_us, model.merge_us(local_len), travel)
+    steps = _steps(rows) if two_level else (rows,)
+    times_us = np.zeros((2, len(steps), *rows[0].shape))
+    times_us[0] = [model.cast_us(*step) for step in steps]
+    if backward:
+        times_us[1] = [model.reduce_us(*step) for step in steps]
+    (cast_us, reduce_us), within_us = times_us[:, 0], times_us[:, 1] if two_level else None
+    merge_us = model.merge_us(local_len)
+    return DirectionWork(kernel_us, cast_us, reduce_us, merge_us, travel, within_us)
 
 
 def travel_work(
-    away: StageSlices, traffic: np.ndarray, ranks_per_node: int, model: CostModel, backward: bool
+    away: StageSlices,
+    rows: tuple[np.ndarray, np.ndarray],
+    model: CostModel,
+    backward: bool,
+    two_level: bool = False,
 ) -> TravelWork:
-    """Times of travelling queries: slices at the owners of keys, rows ``[cp, cp]`` that go there."""
-    rows = link_rows(traffic, ranks_per_node)
-    out_bytes, back_bytes = model.travel_bytes(backward)
-    return TravelWork(
-        model.move_us(*rows, out_bytes),
-        shapes_of([away], traffic.shape[-1], model).kernel_us(model, backward)[0],
-        model.move_us(*rows, back_bytes),
+    """Times of travelling queries.
+
+    Args:
+        away: slices at the owners of keys.
+        rows: that go there and hold each rank up, as `link_rows` gives them.
+        model: the machine.
+        backward: which direction.
+        two_level: whether these rows move in two steps, one after the other.
+    """
+    steps = _steps(rows) if two_level else (rows,)
+    out_us, back_us = (
+        np.sum([model.move_us(*step, size) for step in steps], axis=0)
+        for size in model.travel_bytes(backward)
     )
+    kernel_us = shapes_of([away], len(rows[0]), model).kernel_us(model, backward)[0]
+    return TravelWork(out_us, kernel_us, back_us)
+
+
+def _steps(rows: tuple[np.ndarray, np.ndarray]) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Rows inside nodes and across, as a step across and then one inside."""
+    near, far = rows
+    return (np.zeros_like(near), far), (near, np.zeros_like(far))
+
+
+class _Link:
+    """What one stream of transfers of each rank does, one after the other."""
+
+    def __init__(self, cp_size: int):
+        self.free = np.zeros(cp_size)
+
+    def move(self, start: np.ndarray | float, length_us: np.ndarray) -> np.ndarray:
+        """Begin and end ``[cp, 2]`` of a transfer that may begin at ``start``."""
+        start = np.maximum(self.free, start)
+        self.free = start + length_us
+        return np.stack([start, self.free], axis=1)
 
 
 def simulate(work: DirectionWork) -> Timeline:
     """Lays the stages of one direction out in time."""
+    return _in_one_step(work) if work.within_us is None else _in_two_steps(work)
+
+
+def _in_two_steps(work: DirectionWork) -> Timeline:
+    assert work.within_us is not None, "there is no step inside nodes"
+    num_stages, cp_size = work.cast_us.shape
+    compute = np.zeros((num_stages + 1, cp_size, 2))
+    cast, reduce = np.zeros((2, num_stages, cp_size, 2))
+    within, travel = np.zeros((2, num_stages, cp_size, 2)), np.zeros((3, cp_size, 2))
+    far, near = _Link(cp_size), _Link(cp_size)
+    kernel_free = np.zeros(cp_size)
+    if work.travel is not None:
+        travel[0] = far.move(0.0, work.travel.out_us)
+    for stage in range(min(num_stages, 2)):
+        cast[stage] = far.move(0.0, work.cast_us[stage])
+    for stage in range(num_stages + 1):
+        begin = kernel_free
+        if stage > 0:
+            begin = np.maximum(begin, within[0, stage - 1, :, 1])
+        if (
+            0 < stage < num_stages
+        ):  # attention waits for the start of the step that is to run beside it
+            begin = np.maximum(begin, cast[stage, :, 1])
+            within[0, stage] = near.move(begin, work.within_us[0, stage])
+            if stage + 1 < num_stages:
+                cast[stage + 1] = far.move(begin, work.cast_us[stage + 1])
+        kernel_free = begin + work.kernel_us[stage] + work.merge_us * (stage > 0)
+        compute[stage] = np.stack([begin, kernel_free], axis=1)
+        if stage == 0 and num_stages:
+            start = np.maximum(kernel_free, cast[0, :, 1])
+            within[0, 0] = near.move(start, work.within_us[0, 0])
+        if stage == 0 and work.travel is not None:
+            begin = np.maximum(kernel_free, travel[0, :, 1])
+            kernel_free = begin + work.travel.kernel_us
+            travel[1] = np.stack([begin, kernel_free], axis=1)
+            travel[2] = far.move(kernel_free, work.travel.return_us)
+        if stage > 0:
+            within[1, stage - 1] = near.move(kernel_free, work.within_us[1, stage - 1])
+            reduce[stage - 1] = far.move(within[1, stage - 1, :, 1], work.reduce_us[stage - 1])
+    return _merged(work, kernel_free, Timeline(compute, cast, reduce, travel, within))
+
+
+def _in_one_step(work: DirectionWork) -> Timeline:
     num_stages, cp_size = work.cast_us.shape
     compute = np.zeros((num_stages + 1, cp_size, 2))
     cast, reduce = np.zeros((2, num_stages, cp_size, 2))
     travel = np.zeros((3, cp_size, 2))
-    link_free, arrived, kernel_free = np.zeros((3, cp_size))
-
-    def move(start, length_us):
-        nonlocal link_free
-        start = np.maximum(link_free, start)
-        link_free = start + length_us
-        return np.stack([start, link_free], axis=1)
-
+    arrived, kernel_free = np.zeros((2, cp_size))
+    link = _Link(cp_size)
     if work.travel is not None:
-        travel[0] = move(0.0, work.travel.out_us)
+        travel[0] = link.move(0.0, work.travel.out_us)
     for stage in range(num_stages + 1):
         begin = np.maximum(kernel_free, arrived)
         kernel_free = begin + work.kernel_us[stage] + work.merge_us * (stage > 0)
         compute[stage] = np.stack([begin, kernel_free], axis=1)
         if stage < num_stages:  # issued first, so that it is ahead of this stage's reduce
-            cast[stage] = move(begin, work.cast_us[stage])
-            arrived = link_free
+            cast[stage] = link.move(begin, work.cast_us[stage])
+            arrived = link.free
         if stage == 0 and work.travel is not None:
             begin = np.maximum(kernel_free, travel[0, :, 1])
             kernel_free = begin + work.travel.kernel_us
             travel[1] = np.stack([begin, kernel_free], axis=1)
-            travel[2] = move(kernel_free, work.travel.return_us)
+            travel[2] = link.move(kernel_free, work.travel.return_us)
         if stage > 0:
-            reduce[stage - 1] = move(kernel_free, work.reduce_us[stage - 1])
+            reduce[stage - 1] = link.move(kernel_free, work.reduce_us[stage - 1])
+    within = np.zeros((2, num_stages, cp_size, 2))
+    return _merged(work, kernel_free, Timeline(compute, cast, reduce, travel, within))
+
+
+def _merged(work: DirectionWork, kernel_free: np.ndarray, found: Timeline) -> Timeline:
+    """The same, with what travelling queries bring merged when it is there and all stages are done."""
     if work.travel is not None:
-        # Merged when all partial results are there, and all stages are done.
-        last = np.maximum(kernel_free, travel[2, :, 1])
-        compute[num_stages, :, 1] = last + work.merge_us
-    return Timeline(compute, cast, reduce, travel)
+        found.compute[-1, :, 1] = np.maximum(kernel_free, found.travel[2, :, 1]) + work.merge_us
+    return found

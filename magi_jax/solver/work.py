@@ -56,13 +56,14 @@ class Work(NamedTuple):
     travel: Travel | None
     engine: str
 
-    def staged(self, num_remote_stages: int, turned: bool = False) -> Staged:
-        """The work in so many remote stages of equal size; ``turned`` as in `remote.split_stages`."""
+    def staged(
+        self, num_remote_stages: int, turned: bool = False, ranks_per_node: int | None = None
+    ) -> Staged:
+        """The work in so many remote stages of equal size; other arguments as in `cut_stages`."""
         if self.keys.layout is None:
             return Staged(self.far, [whole_key_slices(self.cut)])
-        found = cut_stages(
-            self.cut, self.far, self.keys.layout, num_remote_stages, turned, self.engine
-        )
+        kind = num_remote_stages, turned, self.engine, ranks_per_node
+        found = cut_stages(self.cut, self.far, self.keys.layout, *kind)
         if self.travel is None:
             return found
         local, home = found.slices[0], self.travel.home

@@ -74,7 +74,7 @@ def check_travel(plan: AttentionPlan, expected: np.ndarray) -> np.ndarray:
         return np.zeros(0, np.int64)
     positions = np.asarray(plan.positions)
     received = simulate.cast(plan.travel.comm, positions)
-    assert plan.travel.comm.self_rows == 0
+    assert plan.spec.ranks_per_node or plan.travel.comm.self_rows == 0
     moved = np.unique(received[received >= 0])
     for rank in range(plan.cp_size):
         own = positions[rank][positions[rank] >= 0]
@@ -118,12 +118,23 @@ def check_shared(stages: StageTables, positions: np.ndarray, received: np.ndarra
 
 def check_no_redundancy(plan: AttentionPlan, comm, expected: np.ndarray) -> None:
     """Each rank receives exactly the distinct keys that its queries see and it does not own; stages are
-    even, or empty at the end.
+    even, or empty at the end: in one step those of a rank, in two those of a node, whose rows enter it once.
     """
     positions = np.asarray(plan.positions)
     received = [simulate.cast(meta, positions) for meta in comm]
-    for meta in comm:
-        assert meta.self_rows == 0
+    per_node = plan.spec.ranks_per_node
+    if per_node is None:
+        assert all(meta.self_rows == 0 for meta in comm)
+    for first in range(0, plan.cp_size, per_node or 1):
+        node = range(first, first + (per_node or 1))
+        sizes = [len(np.setdiff1d(rows[node], -1)) for rows in received]
+        used = [size for size in sizes if size]
+        assert not used or max(used) - min(used) <= 1
+        crossing = [simulate.cast_once(meta.steps[0], positions)[node] for meta in comm]
+        held = np.setdiff1d(positions[node], -1)
+        entered = np.concatenate([np.zeros(0, np.int64), *(x[x >= 0] for x in crossing)])
+        entered = entered[~np.isin(entered, held)]
+        assert len(np.unique(entered)) == len(entered)
     for rank in range(plan.cp_size):
         own = positions[rank][positions[rank] >= 0]
         needed = np.setdiff1d(np.flatnonzero(expected[own].any(axis=0)), own)
@@ -131,8 +142,6 @@ def check_no_redundancy(plan: AttentionPlan, comm, expected: np.ndarray) -> None
         # In global order in each stage, and packed at the front of each buffer.
         np.testing.assert_array_equal(np.sort(got[got >= 0]), needed)
         sizes = [int((rows[rank] >= 0).sum()) for rows in received]
-        used = [size for rows, size in zip(received, sizes, strict=True) if (rows >= 0).any()]
-        assert not used or max(used) - min(used) <= 1
         for rows, size in zip(received, sizes, strict=True):
             assert (rows[rank, :size] >= 0).all()
             assert (np.diff(rows[rank, :size]) > 0).all()

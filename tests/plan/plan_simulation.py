@@ -3,7 +3,8 @@
 import numpy as np
 
 from magi_jax.masks import bands
-from magi_jax.plan import AttentionPlan, CommMeta, SliceTable, TileRuns
+from magi_jax.plan import AttentionPlan, CommMeta, CommSpec, SliceTable, TileRuns
+from magi_jax.plan.tables import AnyComm
 
 
 def pieces(table: np.ndarray) -> np.ndarray:
@@ -11,14 +12,22 @@ def pieces(table: np.ndarray) -> np.ndarray:
     return np.asarray(table[table[:, 3] > 0], np.int64)
 
 
-def cast(meta: CommMeta, rows: np.ndarray, fill: int = -1) -> np.ndarray:
-    """``group_cast`` of ``rows [cp, src_rows]``, checked from both sides; ``[cp, dst_rows]``."""
+def cast(comm: AnyComm, rows: np.ndarray, fill: int = -1) -> np.ndarray:
+    """``group_cast`` of ``rows [cp, src_rows]``, step by step; ``[cp, dst_rows]``."""
+    for step in comm.steps:
+        rows = cast_once(step, rows, fill)
+    return rows
+
+
+def cast_once(meta: CommMeta, rows: np.ndarray, fill: int = -1) -> np.ndarray:
+    """One step of a cast, checked from both sides."""
     cp_size = len(rows)
     pushed = np.full((cp_size, meta.dst_rows), fill, rows.dtype)
     written = np.zeros((cp_size, meta.dst_rows), np.int64)
     blocks = np.zeros((cp_size, cp_size, max(meta.pair_rows, meta.self_rows)), np.int64)
     for rank in range(cp_size):
         for peer, src_row, dst_row, n_rows, slot in pieces(meta.send[rank]):
+            assert peer in group_of(meta.spec, rank)
             assert 0 <= src_row <= meta.src_rows - n_rows
             assert 0 <= dst_row <= meta.dst_rows - n_rows
             assert slot + n_rows <= (meta.self_rows if peer == rank else meta.pair_rows)
@@ -37,6 +46,12 @@ def cast(meta: CommMeta, rows: np.ndarray, fill: int = -1) -> np.ndarray:
     assert sends == recvs
     check_order(meta)
     return pushed
+
+
+def group_of(spec: CommSpec, rank: int) -> range:
+    """Ranks that a rank may exchange rows with, itself included."""
+    first = rank - rank // spec.stride % spec.num_peers * spec.stride
+    return range(first, first + spec.num_peers * spec.stride, spec.stride)
 
 
 def check_order(meta: CommMeta) -> None:

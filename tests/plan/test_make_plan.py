@@ -126,7 +126,7 @@ def test_a_global_block_travels_by_itself_and_balances():
     documents = masks.uniform_block_causal([length // 16] * 16, 2048)
     mask = documents | masks.global_rows(length, rows=(length - 2048, length))
     plans = [
-        make_plan(mask, 64, PlanConfig(ranks_per_node=8, travelling=option))
+        make_plan(mask, 64, PlanConfig(ranks_per_node=8, two_level=False, travelling=option))
         for option in ("auto", "never")
     ]
     travels, stays = (plan.report(ranks_per_node=8) for plan in plans)

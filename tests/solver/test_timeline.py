@@ -163,8 +163,8 @@ def test_direction_work_adds_the_slices_of_a_rank():
 
 def test_travelling_rows_weigh_queries_and_outputs():
     away = StageSlices(masks.full(500).slices, np.array([1]))
-    rows = np.array([[0, 100], [0, 0]])
-    work = timeline.travel_work(away, rows, 2, PLAIN, backward=False)
+    rows = timeline.link_rows(np.array([[0, 100], [0, 0]]), 2)
+    work = timeline.travel_work(away, rows, PLAIN, backward=False)
     # 10 heads of 100 dims: 2,000 bytes out, 4,040 back at 1 GB/s, and 2 us of latency.
     assert work.out_us.tolist() == [202.0, 202.0]
     assert work.return_us.tolist() == [406.0, 406.0]

@@ -153,10 +153,11 @@ py::tuple RunFindRemote(const Ints& slices, const Ints& edges, const Ints& owner
                         Table(FindRemote(cut, keys)));
 }
 
-// (remote [E, 7], slices [C, 6], group [C]) of a cut and its remote ranges, in stages.
+// (remote [E, 7], slices [C, 6], group [C]) of a cut and its remote ranges, in stages; the ranges
+// may be in stages already.
 py::tuple RunCutStages(const Ints& slices, const Ints& rank, const Ints& q_offset,
                        const Ints& remote, const Ints& edges, const Ints& owner, const Ints& offset,
-                       int64_t num_ranks, int64_t num_stages, bool turned) {
+                       int64_t num_ranks, int64_t num_stages, bool turned, bool is_split) {
   const Layout layout = LayoutOf(edges, owner, offset, num_ranks);
   Require(slices.size() == 6 * rank.size() && q_offset.size() == rank.size(),
           "arrays of a cut do not fit together");
@@ -169,10 +170,12 @@ py::tuple RunCutStages(const Ints& slices, const Ints& rank, const Ints& q_offse
   int64_t last = 0;
   for (const RemoteRange& range : far) {
     Require(range.dst >= last && range.dst < num_ranks, "ranges must rise by receiver");
+    Require(range.stage >= 0 && range.stage < std::max<int64_t>(num_stages, 1),
+            "a stage is out of range");
     last = range.dst;
   }
   for (int64_t r : cut.rank) Require(r >= 0 && r < num_ranks, "a rank is out of range");
-  if (num_stages > 1) far = SplitStages(far, num_ranks, num_stages, turned);
+  if (num_stages > 1 && !is_split) far = SplitStages(far, num_ranks, num_stages, turned);
   const StageSlices stages = CutStages(cut, far, layout, num_stages);
   return py::make_tuple(Table(far), Table(stages.slices), Column(stages.group));
 }
@@ -204,7 +207,10 @@ void BindTables(py::module_& m) {
   m.def("unit_needs", &RunUnitNeeds);
   m.def("split_by_part", &RunSplitByPart);
   m.def("find_remote", &RunFindRemote);
-  m.def("cut_stages", &RunCutStages);
+  m.def("cut_stages", &RunCutStages, py::arg("slices"), py::arg("rank"), py::arg("q_offset"),
+        py::arg("remote"), py::arg("edges"), py::arg("owner"), py::arg("offset"),
+        py::arg("num_ranks"), py::arg("num_stages"), py::arg("turned"),
+        py::arg("is_split") = false);
   m.def("sort_pieces", &RunSortPieces);
 }
 
