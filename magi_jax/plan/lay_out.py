@@ -12,7 +12,7 @@ from magi_jax.plan.spec import PlanSpec
 from magi_jax.plan.tables import CommMeta, DispatchMeta
 from magi_jax.solver import transfer
 from magi_jax.solver.dispatch import Layout
-from magi_jax.solver.slice_table import split_by_part, split_parts
+from magi_jax.solver.slice_table import split_by_part, split_parts, write_ranges
 
 
 def lay_out_dispatch(
@@ -48,7 +48,7 @@ def lay_out_dispatch(
         )
         for i, shift in enumerate(frame.roll_shifts)
     )
-    return DispatchMeta(segments, _positions(layout, frame.local_len), move), rolls
+    return DispatchMeta(segments, _positions(layout, frame.local_len, engine), move), rolls
 
 
 def layout_of(dispatched: DispatchMeta, cp_size: int) -> Layout:
@@ -116,17 +116,9 @@ def empty_comm(spec: CommSpec) -> CommMeta:
     return CommMeta(table, table.copy(), spec)
 
 
-def _positions(layout: Layout, local_len: int) -> np.ndarray:
+def _positions(layout: Layout, local_len: int, engine: str) -> np.ndarray:
     """Global position of each local row, -1 = padding, int32 ``[cp, local_len]``."""
-    size = np.diff(layout.edges)
-    held = np.bincount(layout.owner, weights=size, minlength=layout.cp_size).astype(np.int64)
-    # One stretch per segment and one for the padding of each rank, in the order of the local rows.
-    rank = np.concatenate([layout.owner, np.arange(layout.cp_size)])
-    order = np.lexsort((np.concatenate([layout.local_start, held]), rank))
-    shift = np.concatenate([-layout.offset, np.zeros_like(held)])[order]
-    rows = np.concatenate([size, local_len - held])[order]
-    positions = np.repeat(shift.astype(np.int32), rows).reshape(layout.cp_size, local_len)
-    positions += np.arange(local_len, dtype=np.int32)
-    for short in np.flatnonzero(held < local_len):
-        positions[short, held[short] :] = -1
+    positions = np.full((layout.cp_size, local_len), -1, np.int32)
+    begin, size = layout.edges[:-1], np.diff(layout.edges)
+    write_ranges(engine, positions, layout.owner, layout.local_start, size, begin)
     return positions

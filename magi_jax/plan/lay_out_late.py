@@ -11,8 +11,9 @@ from magi_jax.plan.sizes import MIN_BUFFER_ROWS, bucket
 from magi_jax.plan.slice_table import build_table, empty_table
 from magi_jax.plan.spec import LateSpec
 from magi_jax.plan.tables import N_ROWS, PEER, SRC_ROW, CommMeta, LateTables, SharedTables
-from magi_jax.solver import intervals, transfer
+from magi_jax.solver import transfer
 from magi_jax.solver.late import LateWork, RankRows
+from magi_jax.solver.slice_table import write_ranges
 from magi_jax.solver.work import Keys
 
 
@@ -57,11 +58,11 @@ def late_tables(
                     f"{path}.shared_rows is {wanted.shared_rows}, but {size} is needed"
                 )
             size = wanted.shared_rows
-        shared = _shared_tables(late.shared, comm, size)
-    return LateTables(_row_table(late.rows, num_rows, frame.local_len), comm, calc, shared)
+        shared = _shared_tables(late.shared, comm, size, engine)
+    return LateTables(_row_table(late.rows, num_rows, frame.local_len, engine), comm, calc, shared)
 
 
-def _shared_tables(shared: RankRows, comm: CommMeta, num_rows: int) -> SharedTables:
+def _shared_tables(shared: RankRows, comm: CommMeta, num_rows: int, engine: str) -> SharedTables:
     """The same pieces, but at their owners rows of a buffer of shared keys."""
     cp_size, span = comm.spec.cp_size, comm.src_rows
     first = shared.rank * span + shared.begin
@@ -80,7 +81,7 @@ def _shared_tables(shared: RankRows, comm: CommMeta, num_rows: int) -> SharedTab
     ranks = np.broadcast_to(np.arange(cp_size)[:, None], comm.send.shape[:2])
     send = in_buffer(comm.send, ranks)
     recv = in_buffer(comm.recv, np.asarray(comm.recv[:, :, PEER], np.int64))
-    return SharedTables(_row_table(shared, num_rows, span), CommMeta(send, recv, spec))
+    return SharedTables(_row_table(shared, num_rows, span, engine), CommMeta(send, recv, spec))
 
 
 def empty_late(spec: LateSpec, local_len: int) -> LateTables:
@@ -100,8 +101,7 @@ def no_rows(cp_size: int, num_rows: int, local_len: int) -> np.ndarray:
     return np.broadcast_to(rows, (cp_size, num_rows)).copy()
 
 
-def _row_table(rows: RankRows, num_rows: int, local_len: int) -> np.ndarray:
+def _row_table(rows: RankRows, num_rows: int, local_len: int, engine: str) -> np.ndarray:
     table = no_rows(len(rows.held), num_rows, local_len)
-    source, row = intervals.expand(rows.begin, rows.end - rows.begin)
-    table[rows.rank[source], row - rows.begin[source] + rows.start[source]] = row
+    write_ranges(engine, table, rows.rank, rows.start, rows.end - rows.begin, rows.begin)
     return table

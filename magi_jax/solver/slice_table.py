@@ -145,6 +145,24 @@ def split_parts(
     return compiled().split_by_part(rows, part, num_parts, size, fill)
 
 
+def write_ranges(
+    engine: str,
+    table: np.ndarray,
+    rank: np.ndarray,
+    at: np.ndarray,
+    count: np.ndarray,
+    first: np.ndarray,
+) -> None:
+    """Writes ``table[rank, at + i] = first + i`` for ``i < count``, for each of the ranges ``[E]``, into an
+    int32 table ``[cp, L]``, by either engine.
+    """
+    if engine == "compiled":
+        compiled().write_ranges(table, rank, at, count, first)
+        return
+    source, row = intervals.expand(first, count)
+    table[rank[source], row - first[source] + at[source]] = row
+
+
 def _touching_pairs(slices: np.ndarray, tile_size: int) -> tuple[np.ndarray, np.ndarray]:
     """All (slice, tile) pairs that share a row."""
     first = slices[:, bands.Q_START] // tile_size

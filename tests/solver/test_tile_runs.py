@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from magi_jax.masks import bands
-from magi_jax.solver.slice_table import compiled_tile_runs, tile_runs
+from magi_jax.solver.slice_table import compiled_tile_runs, tile_runs, write_ranges
 from magi_jax.testing.cases import mask_cases, random_mask
 
 CASES = mask_cases(157)
@@ -34,6 +34,18 @@ def test_parts_with_and_without_slices():
         found = [random_mask(rng, 90, 90, 8).slices for _ in range(4)]
         part = np.repeat([0, 2, 3, 6], [len(slices) for slices in found])
         assert_same(np.concatenate(found), part, 8, 90, 16)
+
+
+def test_engines_write_ranges_alike():
+    rng = np.random.default_rng(6)
+    edges = np.sort(rng.choice(200, 30, replace=False))
+    at, count, rank = edges[:-1], np.diff(edges) - 1, rng.integers(0, 3, 29)
+    tables = [np.full((3, 200), -7, np.int32) for _ in range(2)]
+    for engine, table in zip(("compiled", "numpy"), tables, strict=True):
+        write_ranges(engine, table, rank, at, count, 1000 - 5 * at)
+    assert (tables[0] == tables[1]).all() and (tables[0] != -7).sum() == count.sum()
+    with pytest.raises(ValueError, match="outside of the table"):
+        write_ranges("compiled", tables[0], *(np.array([x]) for x in (0, 198, 3, 0)))
 
 
 def test_bad_slices_are_refused():

@@ -3,6 +3,7 @@
 #include <pybind11/numpy.h>
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -132,6 +133,24 @@ py::array_t<int32_t> RunSplitByPart(const Ints& rows, const Ints& part, int64_t 
   return out;
 }
 
+// Writes table[rank, at + i] = first + i for i < count, for each of the ranges [E].
+void RunWriteRanges(py::array_t<int32_t, py::array::c_style>& table, const Ints& rank,
+                    const Ints& at, const Ints& count, const Ints& first) {
+  Require(table.ndim() == 2 && at.size() == rank.size() && count.size() == rank.size() &&
+              first.size() == rank.size(),
+          "a table [R, L] and columns of one length are needed");
+  const int64_t length = table.shape(1);
+  int32_t* const rows = table.mutable_data();
+  for (py::ssize_t i = 0; i < rank.size(); ++i) {
+    const int64_t begin = at.data()[i], size = count.data()[i];
+    Require(rank.data()[i] >= 0 && rank.data()[i] < table.shape(0) && begin >= 0 && size >= 0 &&
+                begin + size <= length,
+            "a range lies outside of the table");
+    int32_t* const to = rows + rank.data()[i] * length + begin;
+    std::iota(to, to + size, static_cast<int32_t>(first.data()[i]));
+  }
+}
+
 Layout LayoutOf(const Ints& edges, const Ints& owner, const Ints& offset, int64_t num_ranks) {
   Require(edges.size() == owner.size() + 1 && offset.size() == owner.size(),
           "arrays of a layout do not fit together");
@@ -206,6 +225,8 @@ void BindTables(py::module_& m) {
   m.def("areas", &RunAreas);
   m.def("unit_needs", &RunUnitNeeds);
   m.def("split_by_part", &RunSplitByPart);
+  m.def("write_ranges", &RunWriteRanges, py::arg("table").noconvert(), py::arg("rank"),
+        py::arg("at"), py::arg("count"), py::arg("first"));
   m.def("find_remote", &RunFindRemote);
   m.def("cut_stages", &RunCutStages, py::arg("slices"), py::arg("rank"), py::arg("q_offset"),
         py::arg("remote"), py::arg("edges"), py::arg("owner"), py::arg("offset"),
