@@ -117,7 +117,7 @@ def describe_plans(flags, config: mj.PlanConfig, masks, segment_ids: np.ndarray)
         report = each.report()
         kept = report.recv_rows.sum() / max(report.ring_rows.sum(), 1)
         size = mib(report.recv_bytes(flags.kv_heads, flags.head_dim, dtype=flags.dtype).sum())
-        print(f"plan of a sequence of {segment_ids.max()} documents, {name} (picture: {path}):")
+        print(f"plan of {segment_ids.max()} packed document(s), {name} (picture: {path}):")
         print(textwrap.indent(str(report), "    "))
         print(
             f"    keys and values sent: {size} a layer, {kept:.1%} of a ring's or an all-gather's"

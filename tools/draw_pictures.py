@@ -24,7 +24,7 @@ def draw_masks(path: Path) -> None:
         "window | global rows": mj.masks.local(T, window=(6, 6))
         | mj.masks.global_rows(T, rows=(30, 34)),
     }
-    figure = Figure(figsize=(10.5, 3.1 * 2.2), dpi=80, layout="constrained")
+    figure = Figure(figsize=(10.5, 3.1 * 2.2), dpi=110, layout="constrained")
     for axes, (name, mask) in zip(figure.subplots(2, 3).flat, masks.items(), strict=True):
         picture = np.full((T, T), np.nan)
         for i, row in enumerate(mask.slices):
