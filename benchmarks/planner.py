@@ -23,7 +23,6 @@ from provenance import describe
 
 from magi_jax.masks import AttnMask, bands
 from magi_jax.plan import AttentionPlan, PlanConfig, SliceTable, make_plan
-from magi_jax.plan.tables import N_ROWS, PEER, SRC_ROW
 from magi_jax.solver import bounds, dispatch
 from magi_jax.solver.balanced_units import make_units
 from magi_jax.solver.cost_model import CostModel
@@ -80,11 +79,10 @@ def _rows_into_nodes(plan: AttentionPlan, per_node: int) -> np.ndarray:
     positions = np.asarray(plan.positions, np.int64)
     entered = [np.zeros(plan.spec.seq_len, bool) for _ in range(plan.cp_size // per_node)]
     for meta in plan.comm:
-        dst, entry = np.nonzero(meta.recv[:, :, N_ROWS])
-        for rank, piece in zip(dst, meta.recv[dst, entry], strict=True):
-            if piece[PEER] // per_node != rank // per_node:
-                first = positions[piece[PEER], piece[SRC_ROW]]
-                entered[rank // per_node][first : first + piece[N_ROWS]] = True
+        for source, rank, row, _, n_rows in zip(*pieces_of(meta), strict=True):
+            if source // per_node != rank // per_node:
+                first = positions[source, row]
+                entered[rank // per_node][first : first + n_rows] = True
     return np.array([rows.sum() for rows in entered])
 
 

@@ -170,7 +170,7 @@ def make_work(name: str, problem: Problem, num_ranks: int, pieces: dict[str, Pie
 
 
 def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece], two_levels: bool) -> Work:
-    config = PlanConfig(ranks_per_node=min(NODE, num_ranks))
+    config = PlanConfig(ranks_per_node=min(NODE, num_ranks), two_level=False)
     plan = make_plan(problem.mask, num_ranks, config)
 
     def calls_of(stages: StageTables, backward: bool) -> np.ndarray:
