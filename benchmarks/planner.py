@@ -23,6 +23,7 @@ from provenance import describe
 
 from magi_jax.masks import AttnMask, bands
 from magi_jax.plan import AttentionPlan, PlanConfig, SliceTable, make_plan
+from magi_jax.plan.two_level import pieces_of
 from magi_jax.solver import bounds, dispatch
 from magi_jax.solver.balanced_units import make_units
 from magi_jax.solver.cost_model import CostModel
