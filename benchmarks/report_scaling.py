@@ -3,7 +3,7 @@
 from report_tables import distinct, losses, percent, table
 from scaling.published import PUBLISHED, PUBLISHED_RANKS
 
-OURS, TWO_LEVEL = "magi_jax", "magi_jax_two_level"
+OURS = "magi_jax"
 
 
 def scaling(stored: dict) -> list[str]:
@@ -20,8 +20,7 @@ def scaling(stored: dict) -> list[str]:
         f" {machine['far'] / 1e3:.0f} GB/s a GPU between nodes; {machine['near_latency_us']:.0f} and"
         f" {machine['far_latency_us']:.0f} us a transfer. `benchmarks/scaling/model.py` says what hides"
         " behind what. TFLOP/s per GPU of the slowest rank, ours / best other strategy (its name), and the"
-        " ratio. In brackets: ours with casts and reduces in two levels (`magi_jax.comm.two_level`), which"
-        " `dist_attention` does not take yet; ratios and targets are without them.",
+        " ratio. Plans are those that `make_plan` chooses for nodes of this size.",
         "",
         "What favours the others: gradients of keys travel in float32 for ours, its default, and in bfloat16"
         " for them; the backward pass of rings keeps all keys and values in memory and sends gradients alone;"
@@ -46,10 +45,8 @@ def scaling(stored: dict) -> list[str]:
                     (r for r in here if not r["strategy"].startswith(OURS)),
                     key=lambda r: r[which],
                 )
-                two = [r[which] for r in here if r["strategy"] == TWO_LEVEL]
                 ratio = ours / best[which]
-                mine = f"{ours:.0f} [{two[0]:.0f}]" if two else f"{ours:.0f}"
-                cells.append(f"{mine} / {best[which]:.0f} ({best['strategy']}) {ratio:.2f}")
+                cells.append(f"{ours:.0f} / {best[which]:.0f} ({best['strategy']}) {ratio:.2f}")
                 if ratio < 1:
                     behind.append(f"{mask}, {cp} ranks, {which}: {best['strategy']} ({ratio:.2f})")
             body.append(cells)
@@ -87,14 +84,12 @@ def beside_published(rows: list[dict]) -> list[str]:
             original = max(rates[at] for name, rates in curves.items() if name.startswith("magi"))
             others = {n: rates[at] for n, rates in curves.items() if not n.startswith("magi")}
             best = max(others, key=others.__getitem__)
-            two = f"{here[TWO_LEVEL]:.0f}" if TWO_LEVEL in here else ""
             body.append(
-                [mask, which, cp, f"{here[OURS]:.0f}", two, original, f"{others[best]} ({best})"]
+                [mask, which, cp, f"{here[OURS]:.0f}", original, f"{others[best]} ({best})"]
             )
     if not body:
         return []
-    head = ["mask", "pass", "ranks", "ours", "in two levels", "published original",
-            "published best other"]  # fmt: skip
+    head = ["mask", "pass", "ranks", "ours", "published original", "published best other"]
     return [
         "Beside published rates on H100s, read off the charts of MagiAttention v1.1 (about 5 TFLOP/s either"
         " way), whose packings have lengths of their own:",
@@ -142,13 +137,6 @@ def targets(rows: list[dict]) -> list[list[str]]:
             worst = min(ratios, key=ratios.__getitem__)
             text = f"{reached} of {len(ratios)} cells; least {ratios[worst]:.2f}"
             body.append([title, f"{text} ({worst[0]}, {worst[1]} ranks, {worst[2]})"])
-    two_levels = [
-        f"{mask} {which} {by[TWO_LEVEL, mask, 64][which]:.0f}"
-        for mask, which, _ in wanted
-        if (TWO_LEVEL, mask, 64) in by
-    ]
-    if two_levels:
-        body.append(["the first three with transfers in two levels", ", ".join(two_levels)])
     return body
 
 

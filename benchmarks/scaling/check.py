@@ -20,10 +20,10 @@ from timing import seconds
 from magi_jax import DistOptions, dist_attention, group_cast, group_reduce
 from magi_jax.comm import symmetric_memory
 from magi_jax.ops import get_implementation
-from magi_jax.plan import AttentionPlan, PlanConfig, StageTables, make_plan
-from scaling.machine import Machine, Times
+from magi_jax.plan import AttentionPlan, CommMeta, PlanConfig, StageTables, make_plan
+from scaling.machine import Machine, Moves, Times
 from scaling.measure import Bench
-from scaling.model import Moves, our_us
+from scaling.model import our_us
 from scaling.work import (
     FLOPS_PER_PAIR,
     HEAD_DIM,
@@ -109,7 +109,7 @@ def check(
         result[which] = flops / measured[which] / 1e6
         result[f"{which}_kernel_us"] = float(times.kernel_us(which).max())
         result[f"{which}_calls_us"] = getattr(times, which).round(1).tolist()
-    result["late_rows"], result["rows"] = work.late_rows, work.rows
+    result["late_rows"] = [work.late_rows, work.backward_late_rows]
     result["reduce_us"] = moves["backward"].reduce[:, 0].tolist()
     return result
 
@@ -142,28 +142,24 @@ def steps(plan: AttentionPlan, mesh, bench: Bench, options: DistOptions) -> dict
 
 def transfers(stages: StageTables, mesh, options: DistOptions) -> Moves:
     """Microseconds of the cast and of the reduce of each remote stage, alone, the same on all ranks."""
-    casts, reduces = [], []
-    for comm in stages.comm if stages.late is None else (*stages.comm, stages.late.comm):
-        rows = mesh.size * comm.src_rows
+    ways = [(comm, comm) for comm in stages.comm]
+    if (late := stages.late) is not None:
+        ways.append((late.comm, late.comm if late.shared is None else late.shared.comm))
 
-        def cast(kv, comm):
-            return group_cast(kv, comm, "cp", transport=options.transport)
+    def cast(kv, comm):
+        return group_cast(kv, comm, "cp", transport=options.transport)
 
-        def reduce(dkv, comm):
-            return group_reduce(dkv, comm, "cp", transport=options.transport)
+    def reduce(dkv, comm):
+        return group_reduce(dkv, comm, "cp", transport=options.transport)
 
-        def over(fn):
-            return jax.jit(
-                jax.shard_map(fn, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
-            )
-
-        shape = NUM_KV_HEADS, HEAD_DIM
+    def time(fn, rows: int, dtype, comm: CommMeta) -> float:
+        shape = mesh.size * rows, NUM_KV_HEADS, HEAD_DIM
         place = NamedSharding(mesh, ROWS)
-        kv = [jax.device_put(jnp.ones((rows, *shape), jnp.bfloat16), place) for _ in range(2)]
-        received = mesh.size * comm.dst_rows
-        dkv = [jax.device_put(jnp.ones((received, *shape), jnp.float32), place) for _ in range(2)]
-        casting, reducing = over(cast), over(reduce)
-        casts.append(1e6 * seconds(lambda c=casting, kv=kv, m=comm: c(kv, m), budget_s=0.05))
-        reduces.append(1e6 * seconds(lambda r=reducing, d=dkv, m=comm: r(d, m), budget_s=0.05))
+        given = [jax.device_put(jnp.ones(shape, dtype), place) for _ in range(2)]
+        call = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False))
+        return 1e6 * seconds(lambda: call(given, comm), budget_s=0.05)
+
+    casts = [time(cast, out.src_rows, jnp.bfloat16, out) for out, _ in ways]
+    reduces = [time(reduce, back.dst_rows, jnp.float32, back) for _, back in ways]
     spread = np.ones((1, mesh.size))
     return Moves(np.array(casts)[:, None] * spread, np.array(reduces)[:, None] * spread)

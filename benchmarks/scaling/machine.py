@@ -51,11 +51,32 @@ class Times(NamedTuple):
         return getattr(self, which).sum(axis=1) + (0.0 if travel is None else travel)
 
 
+class Moves(NamedTuple):
+    """Microseconds of transfers.
+
+    Attributes:
+        cast, reduce: of each stage, ``[stages, ranks]``; in two steps of that between nodes.
+        within: casts and reduces inside nodes, ``[2, stages, ranks]``, of transfers in two steps.
+        travel_out, travel_back: of travelling queries, ``[ranks]``, all their steps.
+    """
+
+    cast: np.ndarray
+    reduce: np.ndarray
+    within: np.ndarray | None = None
+    travel_out: np.ndarray | None = None
+    travel_back: np.ndarray | None = None
+
+
+def elements(rows: int) -> int:
+    """Numbers in rows of all query heads."""
+    return rows * NUM_HEADS * HEAD_DIM
+
+
 def cast_us(rows: int, machine: Machine) -> float:
     """Float32 results of all rows and heads to bfloat16."""
-    return (4 + 2) * rows * NUM_HEADS * HEAD_DIM / machine.memory
+    return (4 + 2) * elements(rows) / machine.memory
 
 
 def tail_us(rows: int, machine: Machine) -> float:
     """``delta`` from ``out`` and ``dout``, and dQ to bfloat16."""
-    return 4 * rows * NUM_HEADS * HEAD_DIM / machine.memory + cast_us(rows, machine)
+    return 4 * elements(rows) / machine.memory + cast_us(rows, machine)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scaling.fit import Fit, features
-from scaling.work import FLOPS_PER_PAIR, OURS, TWO_LEVEL, Piece, Work
+from scaling.work import FLOPS_PER_PAIR, OURS, Piece, Work
 
 
 def choose(
@@ -29,10 +29,10 @@ def choose(
     def cost_of(calls: np.ndarray) -> np.ndarray:
         return np.array([[predicted.get(key, 0.0) for key in row] for row in calls])
 
-    for name, work in works:  # calls of two levels are those of one
+    for name, work in works:
         cost = cost_of(work.calls)
         by_rank = np.argsort(-cost.sum(axis=1), kind="stable")
-        if name in (OURS, TWO_LEVEL):
+        if name == OURS:
             sampled = [*by_rank[:3], *rng.permutation(by_rank[3:])[:2]]
             want(0, work.calls[sampled], "forward")
             want(0, work.backward_calls[sampled], "backward")

@@ -14,18 +14,14 @@ from baselines.hybrid import Hybrid
 from planner_masks import FAMILIES
 
 from magi_jax import masks
-from magi_jax.comm import two_level
 from magi_jax.masks import AttnMask, algebra, bands
 from magi_jax.plan import PlanConfig, make_plan
-from magi_jax.plan.tables import N_ROWS, PEER, CommMeta, StageTables
+from magi_jax.plan.tables import N_ROWS, PEER, AnyComm, CommMeta, StageTables
 
 TOKENS_PER_RANK, NODE = 8192, 8
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 64, 8, 128
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # times heads and head dim
 OURS = "magi_jax"
-TWO_LEVEL = (
-    "magi_jax_two_level"  # with casts and reduces that cross between nodes once for each row
-)
 MOST_SLICES = 200_000  # of all steps of a strategy, past which it is left out
 FEW = 16  # slices of a mask that it is worth bringing into one form
 DOCUMENTS = pathlib.Path(__file__).resolve().parents[1] / "kernel_documents.json"
@@ -70,13 +66,13 @@ class Work(NamedTuple):
             ranks of a group do the same on other heads.
         backward_calls: those of the backward pass, ``[groups, steps]``.
         rows: rows of each rank's buffer.
-        traffic, backward_traffic: rows that move in each remote stage, ``[stages, ranks, ranks]``; of our
-            plans only. Late queries count as a stage.
-        late_rows: most query rows of a rank that are late, 0 where there are stages instead.
+        traffic, backward_traffic: rows that move in each remote stage in one step, or in two where they
+            cross between nodes once, ``[stages, steps, ranks, ranks]``; of our plans only. Late queries count
+            as a stage.
+        late_rows, backward_late_rows: most query rows of a rank that are late, 0 where there are stages
+            instead.
         travel_calls: the piece of each rank that serves travelling queries, ``[ranks]``, if any travel.
-        travel_traffic: query rows that travel, ``[ranks, ranks]``.
-        within, backward_within: rows of the second step of casts in two levels,
-            ``[stages, ranks, ranks]``; the traffic is then that of the first.
+        travel_traffic: query rows that travel, ``[steps, ranks, ranks]``.
         level_sizes, level_rows: group size and rows of each step of the hybrid strategy.
     """
 
@@ -86,10 +82,9 @@ class Work(NamedTuple):
     traffic: np.ndarray | None = None
     backward_traffic: np.ndarray | None = None
     late_rows: int = 0
+    backward_late_rows: int = 0
     travel_calls: np.ndarray | None = None
     travel_traffic: np.ndarray | None = None
-    within: np.ndarray | None = None
-    backward_within: np.ndarray | None = None
     level_sizes: tuple[int, ...] = ()
     level_rows: tuple[int, ...] = ()
 
@@ -131,7 +126,7 @@ def document_lengths(mask: AttnMask) -> np.ndarray:
 def strategy_names(problem: Problem, num_ranks: int) -> list[str]:
     """Ours and the strategies that are worth looking at for a problem."""
     documents = len(problem.lengths)
-    names = [OURS, TWO_LEVEL] if num_ranks > NODE else [OURS]
+    names = [OURS]
     for name in strategies.names():
         by_document = name.endswith("documents") or name == "hybrid"
         if by_document and documents == 1:
@@ -152,8 +147,8 @@ def _rings(name: str, num_ranks: int) -> int:
 
 def make_work(name: str, problem: Problem, num_ranks: int, pieces: dict[str, Piece]) -> Work:
     """The work of one strategy; its pieces are added to ``pieces``."""
-    if name in (OURS, TWO_LEVEL):
-        return _our_work(problem, num_ranks, pieces, two_levels=name == TWO_LEVEL)
+    if name == OURS:
+        return _our_work(problem, num_ranks, pieces)
     strategy = strategies.make(name, num_ranks, NODE)
     if isinstance(strategy, strategies.HeadRing):
         rows, groups = strategy.buffer_rows(problem), num_ranks // strategy.heads
@@ -169,26 +164,36 @@ def make_work(name: str, problem: Problem, num_ranks: int, pieces: dict[str, Pie
     return _hybrid_work(strategy, problem, pieces)
 
 
-def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece], two_levels: bool) -> Work:
-    config = PlanConfig(ranks_per_node=min(NODE, num_ranks), two_level=False)
+def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece]) -> Work:
+    config = PlanConfig(ranks_per_node=min(NODE, num_ranks))
     plan = make_plan(problem.mask, num_ranks, config)
 
     def calls_of(stages: StageTables, backward: bool) -> np.ndarray:
-        # The backward kernel gives float32 in any case; the forward one where results have parts.
-        alone = not backward and not stages.comm and plan.travel is None
+        # What has parts is float32: `out`, and in the backward pass dK and dV.
+        alone = not stages.comm and plan.travel is None
+        if backward and stages.late is not None:
+            alone &= stages.late.shared is not None
         first = "final" if alone else "first"
         calc = [(table, "merged" if stage else first) for stage, table in enumerate(stages.calc)]
         if stages.late is not None:
-            calc.append((stages.late.calc, first))
+            calc.append((stages.late.calc, "first" if backward else first))
         names = []
         for table, result in calc:
             sizes = table.q_len, table.k_len, NUM_HEADS, NUM_KV_HEADS, result
             names.append(_add(pieces, _cells_of(table), num_ranks, sizes))
         return np.stack(names, axis=1)
 
-    def traffic_of(comms: Iterable[CommMeta]) -> np.ndarray:
-        found = [_traffic(meta, num_ranks) for meta in comms]
-        return np.stack(found) if found else np.zeros((0, num_ranks, num_ranks))
+    def late_rows(stages: StageTables) -> int:
+        if stages.late is None:
+            return 0
+        return int(np.count_nonzero(stages.late.rows < plan.spec.local_len, axis=1).max())
+
+    def steps_of(comm: AnyComm) -> np.ndarray:
+        return np.stack([_traffic(step, num_ranks) for step in comm.steps])
+
+    def traffic_of(comms: Iterable[AnyComm]) -> np.ndarray:
+        found = [steps_of(comm) for comm in comms]
+        return np.stack(found) if found else np.zeros((0, 1, num_ranks, num_ranks))
 
     directions = plan.forward_stages, plan.backward_stages
     comms = [
@@ -197,21 +202,14 @@ def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece], two_le
     ]
     calls = [calls_of(stages, backward) for backward, stages in enumerate(directions)]
     work = Work(*calls, plan.spec.local_len, *map(traffic_of, comms))
-    if two_levels:
-        split = [[two_level(meta, NODE) for meta in metas] for metas in comms]
-        across = [traffic_of(meta.across for meta in metas) for metas in split]
-        within = [traffic_of(meta.within for meta in metas) for metas in split]
-        work = Work(*calls, plan.spec.local_len, *across)
-        work = work._replace(within=within[0], backward_within=within[1])
-    if plan.late is not None:
-        held = np.count_nonzero(plan.late.rows < plan.spec.local_len, axis=1)
-        work = work._replace(late_rows=int(held.max()))
+    forward_late, backward_late = map(late_rows, directions)
+    work = work._replace(late_rows=forward_late, backward_late_rows=backward_late)
     if plan.travel is None:
         return work
     table = plan.travel.calc
     sizes = table.q_len, table.k_len, NUM_HEADS, NUM_KV_HEADS, "first"
     names = _add(pieces, _cells_of(table), num_ranks, sizes)
-    return work._replace(travel_calls=names, travel_traffic=_traffic(plan.travel.comm, num_ranks))
+    return work._replace(travel_calls=names, travel_traffic=steps_of(plan.travel.comm))
 
 
 def _hybrid_work(strategy: Hybrid, problem: Problem, pieces: dict[str, Piece]) -> Work:
