@@ -12,6 +12,8 @@ from magi_jax.solver.two_level import traffic as two_level_traffic
 from magi_jax.solver.work import Work, traffic
 
 MOST_STAGES = 4
+# A way whose transfers take so many times the least is not looked at further.
+LIKELY = 1.1
 
 # Numbers of remote stages of the forward and the backward pass that are settled; None leaves one open.
 Counts = tuple[int | None, int | None]
@@ -78,8 +80,8 @@ def choose_stages(
     """Predicts stages from their exact slices and takes the fastest, for each direction by itself.
 
     Tried are 1 to `MOST_STAGES` straight stages of equal size, then turned ones (`remote.split_stages`)
-    in the best of these numbers, or in the largest where one was best; all of it for each way that rows may
-    take.
+    in the best of these numbers, or in the largest where one was best. Rows take the way, in one step or in
+    two, whose transfers take less time; where they take nearly the same, all is tried for both.
 
     Args:
         work: what one layout asks for.
@@ -88,14 +90,25 @@ def choose_stages(
         counts: numbers of stages that are settled; 0 on one rank.
     """
     ways = machine.ways(work.layout.cp_size)
-    choices = (_choose(work, local_len, machine, counts, way) for way in ways)
+    moved_us = [_moved_us(work, machine, way) for way in ways]
+    least_us = min(map(sum, moved_us))
+    choices = (
+        _choose(work, local_len, machine, counts, way, each_us)
+        for way, each_us in zip(ways, moved_us, strict=True)
+        if sum(each_us) <= LIKELY * least_us
+    )
     return min(choices, key=lambda choice: choice.predicted_us)
 
 
 def _choose(
-    work: Work, local_len: int, machine: Machine, counts: Counts, two_level: bool
+    work: Work,
+    local_len: int,
+    machine: Machine,
+    counts: Counts,
+    two_level: bool,
+    moved_us: tuple[float, float],
 ) -> Choice:
-    """`choose_stages` for rows that move in two steps, or in one."""
+    """`choose_stages` for rows that move in two steps, or in one, and `_moved_us` then."""
     options: dict[tuple[int, bool], _Option] = {}
     chosen: list[Staged] = []
     total_us = 0.0
@@ -109,7 +122,8 @@ def _choose(
                 options[kind] = _Option(work, *kind, machine, two_level)
             times_us[kind] = options[kind].predict(local_len, backward, travel)
 
-        vain = settled is None and _is_vain(work, local_len, machine, backward, two_level)
+        # All that a second stage could hide may be less than what merging it costs.
+        vain = settled is None and moved_us[backward] <= machine.cost_model.merge_us(local_len)
         for count in range(1, 2 if vain else MOST_STAGES + 1) if settled is None else (settled,):
             predict(count, turned=False)
         best, _ = min(times_us, key=times_us.__getitem__)
@@ -159,16 +173,14 @@ def _travel_work(
     )
 
 
-def _is_vain(work: Work, local_len: int, machine: Machine, backward: bool, two_level: bool) -> bool:
-    """Whether one remote stage is best whatever the kernels take: all that a second could hide is less
-    than what merging it costs.
+def _moved_us(work: Work, machine: Machine, two_level: bool) -> tuple[float, float]:
+    """Time of all transfers in one stage, forward and backward, with nothing hidden and travelling queries
+    left out.
     """
     model = machine.cost_model
     near, far = _link_rows(work.far, 1, work.layout.cp_size, machine, two_level)
     none = np.zeros_like(near)
-    hidden_us = 0.0
-    for rows in ((none, far), (near, none)) if two_level else ((near, far),):
-        hidden_us += model.cast_us(*rows).max(initial=0.0)
-        if backward:
-            hidden_us += model.reduce_us(*rows).max(initial=0.0)
-    return bool(hidden_us <= model.merge_us(local_len))
+    steps = ((none, far), (near, none)) if two_level else ((near, far),)
+    cast_us = sum(float(model.cast_us(*rows).max(initial=0.0)) for rows in steps)
+    reduce_us = sum(float(model.reduce_us(*rows).max(initial=0.0)) for rows in steps)
+    return cast_us, cast_us + reduce_us
