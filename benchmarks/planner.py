@@ -57,7 +57,8 @@ def measure(plan: AttentionPlan, model: CostModel, per_node: int) -> dict:
     """What one plan costs, counted from its tables."""
     report = plan.report(model, per_node)
     seq_len = report.seq_len
-    tables = [*plan.calc, *([] if plan.travel is None else [plan.travel.calc])]
+    others = [part for part in (plan.travel, plan.late) if part is not None]
+    tables = [*plan.calc, *(part.calc for part in others)]
     return {
         "imbalance": report.imbalance,
         "recv_rows": int(report.recv_rows.max()),
@@ -79,7 +80,7 @@ def _rows_into_nodes(plan: AttentionPlan, per_node: int) -> np.ndarray:
     """Distinct key rows that enter each node."""
     positions = np.asarray(plan.positions, np.int64)
     entered = [np.zeros(plan.spec.seq_len, bool) for _ in range(plan.cp_size // per_node)]
-    for meta in plan.comm:
+    for meta in (*plan.comm, *([] if plan.late is None else [plan.late.comm])):
         for source, rank, row, _, n_rows in zip(*pieces_of(meta), strict=True):
             if source // per_node != rank // per_node:
                 first = positions[source, row]
