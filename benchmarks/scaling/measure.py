@@ -1,8 +1,10 @@
 """Times pieces of work on one GPU."""
 
+import os
 import time
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +35,15 @@ def time_orders(
     waiting, fastest = list(orders), 0.0
     while waiting:
         block, waiting = waiting[:BLOCK], waiting[BLOCK:]
+        tables = {key: device_table(orders[key].piece) for key in block}
+        bench.compile((orders[key].piece, table) for key, table in tables.items())
         pace = [_pace()]
         times = {}
-        for key in block:
+        for key, table in tables.items():
             if time.perf_counter() - started > budget_s:
                 waiting = []
                 break
-            times[key] = bench.measure(*orders[key])
+            times[key] = bench.measure(*orders[key], table)
         pace.append(_pace())
         fastest = max(fastest, *pace)
         for key, microseconds in times.items():
@@ -59,13 +63,13 @@ def _pace() -> float:
 
 
 class Operands(NamedTuple):
-    """What the passes of a piece read, on the device."""
+    """What the passes of a piece read, on the device, or their shapes."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    dout: jax.Array
-    delta: jax.Array
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    delta: Any
 
 
 class Bench:
@@ -81,14 +85,26 @@ class Bench:
         """Shapes for which programs were made."""
         return len(self.made)
 
-    def measure(self, piece: Piece, passes: Iterable[str]) -> dict[str, float]:
-        """Microseconds of the given passes."""
-        table = jax.device_put(device_table(piece))
-        operands = self._operands(piece, table)
+    def compile(self, work: Iterable[tuple[Piece, SliceTable]]) -> None:
+        """Compiles what pieces need and is not there, side by side."""
+        new = {_kind(piece, table): (piece, table) for piece, table in work}
+        new = {kind: found for kind, found in new.items() if kind not in self.made}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            compiled = pool.map(lambda found: self._compile(*found), new.values())
+            self.made.update(zip(new, compiled, strict=True))
+
+    def measure(
+        self, piece: Piece, passes: Iterable[str], table: SliceTable | None = None
+    ) -> dict[str, float]:
+        """Microseconds of the given passes; ``table`` is what `device_table` gives, if it is there."""
+        table = device_table(piece) if table is None else table
+        self.compile([(piece, table)])
+        forward, backward = self.made[_kind(piece, table)]
+        table = jax.device_put(table)
+        operands = self._operands(piece, table, self._array)
         merged = None
         if piece.result == "merged":
             merged = jnp.zeros(operands.q.shape, jnp.float32), jnp.zeros(operands.delta.shape)
-        forward, backward = self._programs(piece, table)
         # The partial result is given away at each call, as inside a step, where it is never copied.
         result = jax.block_until_ready(forward(operands, table, merged))
         state = {"result": result}
@@ -105,18 +121,18 @@ class Bench:
             times["backward"] = mean_us(lambda: backward(operands, lse, table))
         return times
 
-    def _operands(self, piece: Piece, table: SliceTable) -> Operands:
+    def _operands(self, piece: Piece, table: SliceTable, make: Callable) -> Operands:
         q_shape = table.q_len, piece.heads, HEAD_DIM
         kv_shape = table.k_len, piece.kv_heads, HEAD_DIM
         return Operands(
-            self._array("q", q_shape),
-            self._array("k", kv_shape),
-            self._array("v", kv_shape),
-            self._array("dout", q_shape),
-            self._array("delta", q_shape[:2], jnp.float32),
+            make("q", q_shape, jnp.bfloat16),
+            make("k", kv_shape, jnp.bfloat16),
+            make("v", kv_shape, jnp.bfloat16),
+            make("dout", q_shape, jnp.bfloat16),
+            make("delta", q_shape[:2], jnp.float32),
         )
 
-    def _array(self, name: str, shape: tuple[int, ...], dtype=jnp.bfloat16) -> jax.Array:
+    def _array(self, name: str, shape: tuple[int, ...], dtype) -> jax.Array:
         """Normal values, the same for equal names and shapes."""
         if (name, shape) not in self.arrays:
             key = jax.random.key(sum(map(ord, name)))
@@ -125,12 +141,18 @@ class Bench:
             )
         return self.arrays[name, shape]
 
-    def _programs(self, piece: Piece, table: SliceTable) -> tuple:
-        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(table))
-        kind = (table.q_len, table.k_len, piece.heads, piece.kv_heads, piece.result, shapes)
-        if kind not in self.made:
-            self.made[kind] = self._make(piece.result)
-        return self.made[kind]
+    def _compile(self, piece: Piece, table: SliceTable) -> tuple[Callable, Callable]:
+        """Forward and backward of the shapes of a piece."""
+        operands = self._operands(piece, table, lambda _, *kind: jax.ShapeDtypeStruct(*kind))
+        lse = jax.ShapeDtypeStruct(operands.delta.shape, jnp.float32)
+        merged = None
+        if piece.result == "merged":
+            merged = jax.ShapeDtypeStruct(operands.q.shape, jnp.float32), lse
+        forward, backward = self._make(piece.result)
+        return (
+            forward.lower(operands, table, merged).compile(),
+            backward.lower(operands, lse, table).compile(),
+        )
 
     def _make(self, result: str) -> tuple:
         options = {"scale": HEAD_DIM**-0.5, "logits_soft_cap": 0.0}
@@ -149,6 +171,12 @@ class Bench:
             )
 
         return jax.jit(forward, donate_argnums=2), jax.jit(backward)
+
+
+def _kind(piece: Piece, table: SliceTable) -> tuple:
+    """What a program depends on."""
+    shapes = tuple(leaf.shape for leaf in jax.tree.leaves(table))
+    return table.q_len, table.k_len, piece.heads, piece.kv_heads, piece.result, shapes
 
 
 def device_table(piece: Piece) -> SliceTable:
