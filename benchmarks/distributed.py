@@ -30,6 +30,7 @@ from magi_jax import masks
 from magi_jax.comm import attention_staging_bytes, symmetric_memory
 from magi_jax.parallel import DistOptions
 from magi_jax.plan import PlanConfig, make_plan, slice_table
+from magi_jax.solver.cost_model import CostModel
 
 HEAD_DIM = 128
 WINDOW, FRAME = 1024, 2048
@@ -89,7 +90,9 @@ def documents(kind: str, length: int) -> np.ndarray:
 def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
     """Rows of one mask: one GPU, then every transport."""
     cp_size = mesh.size
-    plan = make_plan(mask, cp_size, PlanConfig(overlap=args.overlap, roll_shifts=()))
+    model = CostModel(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM)
+    config = PlanConfig(overlap=args.overlap, roll_shifts=(), cost_model=model)
+    plan = make_plan(mask, cp_size, config)
     report = plan.report()
     label = {
         "mask": name,
@@ -97,6 +100,7 @@ def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
         "tokens": args.tokens,
         "imbalance": float(report.imbalance),
         "remote_stages": plan.spec.num_remote_stages,
+        "backward_stages": len(plan.backward_stages.comm),
         "late_rows": late_rows(plan),
         "remote_rows": int(max(report.recv_rows)),
     }
@@ -105,8 +109,8 @@ def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
     single = None
     if not args.no_single and not args.coordinator:
         times = single_gpus(mesh, mask, num_heads, num_kv_heads, args.busy)
-        name = "each GPU" if args.busy else "one GPU"
-        single = row(label | {"transport": name}, times, flops * cp_size, None)
+        which = "each GPU" if args.busy else "one GPU"
+        single = row(label | {"transport": which}, times, flops * cp_size, None)
         rows.append(single)
     tensors = operands(mesh, cp_size * plan.spec.local_len, num_heads, num_kv_heads)
     placed = jax.device_put(plan, NamedSharding(mesh, P("cp")))
@@ -229,6 +233,7 @@ def row(label: dict, times: dict[str, float], flops: float, single: dict | None)
             f"{result['mask']:22} {result['heads']:6} {result['transport']:9}"
             f" fwd {result['forward_tflops']:5.0f} bwd {result['backward_tflops']:5.0f} TFLOP/s"
             f" {ratios}  imbalance {result['imbalance']:.3f} stages {result['remote_stages']}"
+            f"/{result['backward_stages']}"
             f" rows {result['remote_rows']} late {result['late_rows']}",
             flush=True,
         )
