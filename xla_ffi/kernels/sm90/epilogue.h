@@ -1,5 +1,5 @@
-// Writes a warpgroup's finished rows straight from registers: the quad that shares a row trades
-// words until each thread has 16 contiguous bytes, so that no shared memory is needed and the next
+// Finishes a warpgroup's rows and writes them straight from registers: neighbours trade words until
+// the quad that shares a row fills whole sectors, so that no shared memory is needed and the next
 // tile can run on.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_EPILOGUE_H_
@@ -14,6 +14,7 @@ namespace magi_jax::sm90 {
 constexpr float kLn2 = 0.6931471805599453f;
 
 // Transposes the 4 x 4 words that a quad holds: word j of lane i becomes word i of lane j.
+// Gradients are stored so.
 __device__ __forceinline__ void QuadTranspose(uint32_t (&w)[4]) {
   const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
   const uint32_t a = __shfl_xor_sync(0xFFFFFFFF, odd ? w[0] : w[1], 1);
@@ -30,62 +31,83 @@ __device__ __forceinline__ void QuadTranspose(uint32_t (&w)[4]) {
   w[3] = upper ? w[3] : d;
 }
 
+// What is left to do to the rows of a thread when their sums are known: `weights` normalise
+// outputs.
+struct RowResults {
+  float weights[2];
+  float lse_log2[2];  // in powers of two; -inf for rows without keys
+};
+
+__device__ __forceinline__ void StorePair(void* address, uint32_t x, uint32_t y, bool on) {
+  // A predicate, where the compiler would branch and wait for each store's operands in turn.
+  asm volatile(
+      "{\n.reg .pred on;\nsetp.ne.b32 on, %3, 0;\n@on st.global.v2.b32 [%0], {%1, %2};\n}\n" ::"l"(
+          address),
+      "r"(x), "r"(y), "r"(static_cast<int>(on))
+      : "memory");
+}
+
 template <typename Traits>
 struct Epilogue {
   using Element = typename Traits::Element;
   static constexpr int kCount = Traits::kVHeadDim / 2;  // accumulators of a thread
 
-  // Takes the sums over all keys, when the last product is done: writes lse, and what is to be
-  // float32 altogether, and leaves the factors of the rows for Store. `row_in_tile` is this
-  // thread's first row, its second is 8 below.
-  static __device__ __forceinline__ void Close(const KernelParams& params, const TileNote& tile,
-                                               int row_in_tile, float scale_log2,
-                                               const RowStats& stats, float (&o)[kCount],
-                                               float (&weights)[2]) {
-    float sums[2], lse_log2[2];
+  // Takes the sums over all keys; the last products need not be done. Writes lse and the largest
+  // logits. `row_in_tile` is this thread's first row, its second is 8 below.
+  static __device__ __forceinline__ RowResults CloseSums(const KernelParams& params,
+                                                         const TileNote& tile, int row_in_tile,
+                                                         float scale_log2, const RowStats& stats) {
+    RowResults results;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float sum = sums[row] = QuadSum(stats.sum[row]);
+      const float sum = QuadSum(stats.sum[row]);
       // Not `sum > 0`: a NaN must reach the output.
-      weights[row] = sum == 0.0f ? 0.0f : Reciprocal(sum);
-      lse_log2[row] = sum == 0.0f ? -INFINITY : stats.reference[row] * scale_log2 + Log2(sum);
+      results.weights[row] = sum == 0.0f ? 0.0f : Reciprocal(sum);
+      const float top = stats.reference[row] * scale_log2;
+      results.lse_log2[row] = sum == 0.0f ? -INFINITY : top + Log2(sum);
+      const RowPlace place(params, tile, row_in_tile + 8 * row);
+      if (place.inside && threadIdx.x % 4 == 0) {
+        if (!params.accumulate) params.lse[place.index] = results.lse_log2[row] * kLn2;
+        if (params.row_max != nullptr) params.row_max[place.index] = sum == sum ? top * kLn2 : sum;
+      }
     }
-    if (__builtin_expect(IsSpoiled(sums, o), 0)) {
-      RowsAgain<Traits>(params, tile, row_in_tile, scale_log2, lse_log2).Walk(o);
-      weights[0] = weights[1] = 1.0f / RowsAgain<Traits>::kGain;
+    return results;
+  }
+
+  // When the last product is done: outputs that hidden values spoiled are made again, and what is
+  // to be float32 is written.
+  static __device__ __forceinline__ void CloseOutputs(const KernelParams& params,
+                                                      const TileNote& tile, int row_in_tile,
+                                                      float scale_log2, RowResults& results,
+                                                      float (&o)[kCount]) {
+    if (__builtin_expect(IsSpoiled(results.lse_log2, o), 0)) {
+      RowsAgain<Traits>(params, tile, row_in_tile, scale_log2, results.lse_log2).Walk(o);
+      results.weights[0] = results.weights[1] = 1.0f / RowsAgain<Traits>::kGain;
     }
+    if (!params.out_is_f32) return;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const RowPlace place(params, tile, row_in_tile + 8 * row);
-      float lse = lse_log2[row] * kLn2;
-      if (params.out_is_f32) {
+      if (params.accumulate) {
+        Merge(params, place.index, place.inside, row, results.weights[row],
+              results.lse_log2[row] * kLn2, o);
+      } else {
         float* out = static_cast<float*>(params.out) + place.index * Traits::kVHeadDim;
-        if (params.accumulate) {
-          Merge(params, place.index, place.inside, row, weights[row], lse, o);
-        } else {
-          StoreFloats(out, place.inside, row, weights[row], o);
-        }
-      }
-      if (place.inside && threadIdx.x % 4 == 0) {
-        params.lse[place.index] = lse;
-        if (params.row_max != nullptr) {
-          const float top = stats.reference[row] * scale_log2 * kLn2;
-          params.row_max[place.index] = sums[row] == sums[row] ? top : sums[row];
-        }
+        StoreFloats(out, place.inside, row, results.weights[row], o);
       }
     }
   }
 
   // Writes outputs in the type of the operands.
   static __device__ __forceinline__ void Store(const KernelParams& params, const TileNote& tile,
-                                               int row_in_tile, const float (&weights)[2],
+                                               int row_in_tile, const RowResults& results,
                                                const float (&o)[kCount]) {
     if (params.out_is_f32) return;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const RowPlace place(params, tile, row_in_tile + 8 * row);
       Element* out = static_cast<Element*>(params.out) + place.index * Traits::kVHeadDim;
-      StoreElements(out, place.inside, row, weights[row], o);
+      StoreElements(out, place.inside, row, results.weights[row], o);
     }
   }
 
@@ -104,7 +126,7 @@ struct Epilogue {
 
   // Whether some row of the warp has an output that is not finite although its sum is: then a
   // value is not finite, and the row need not see it.
-  static __device__ __forceinline__ bool IsSpoiled(const float (&sums)[2],
+  static __device__ __forceinline__ bool IsSpoiled(const float (&lse_log2)[2],
                                                    const float (&o)[kCount]) {
     float probes[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of row i / 2; NaN once an output is not finite
 #pragma unroll
@@ -113,25 +135,23 @@ struct Epilogue {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const float probe = probes[2 * row] + probes[2 * row + 1];
-      spoiled |= probe != probe && fabsf(sums[row]) < INFINITY;
+      spoiled |= probe != probe && lse_log2[row] < INFINITY;
     }
     return __any_sync(0xFFFFFFFF, spoiled);
   }
 
   static __device__ __forceinline__ void StoreElements(Element* out, bool inside, int row,
                                                        float weight, const float (&o)[kCount]) {
-    const int lane_in_quad = threadIdx.x % 4;
+    // Neighbours trade words until each has four columns: a quad then fills a sector of 32 bytes.
+    const bool odd = threadIdx.x & 1;
+    uint2* destination = reinterpret_cast<uint2*>(out) + (threadIdx.x % 4 / 2 + (odd ? 2 : 0));
 #pragma unroll
-    for (int group = 0; group < kCount / 16; ++group) {  // 32 columns
-      uint32_t words[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int i = 16 * group + 4 * j + 2 * row;
-        words[j] = Pack(o[i] * weight, o[i + 1] * weight, Element{});
-      }
-      QuadTranspose(words);
-      uint4* destination = reinterpret_cast<uint4*>(out) + 4 * group + lane_in_quad;
-      if (inside) *destination = make_uint4(words[0], words[1], words[2], words[3]);
+    for (int group = 0; group < kCount / 8; ++group) {  // 16 columns
+      const int i = 8 * group + 2 * row;
+      const uint32_t left = Pack(o[i] * weight, o[i + 1] * weight, Element{});
+      const uint32_t right = Pack(o[i + 4] * weight, o[i + 5] * weight, Element{});
+      const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, odd ? left : right, 1);
+      StorePair(destination + 4 * group, odd ? other : left, odd ? right : other, inside);
     }
   }
 
@@ -145,10 +165,9 @@ struct Epilogue {
     }
   }
 
-  // Merges the rows with those already in `out` and `lse`, of other keys; leaves the joint lse in
-  // `lse`.
+  // Merges the rows with those already in `out` and `lse`, of other keys.
   static __device__ __forceinline__ void Merge(const KernelParams& params, int64_t index,
-                                               bool inside, int row, float weight, float& lse,
+                                               bool inside, int row, float weight, float lse,
                                                const float (&o)[kCount]) {
     const float earlier_lse = inside ? params.lse[index] : -INFINITY;
     __syncwarp();  // every thread of the quad has read lse before one of them overwrites it
@@ -160,7 +179,8 @@ struct Epilogue {
     const float inverse = total == 0.0f ? 0.0f : Reciprocal(total);
     weight *= share * inverse;
     const float earlier_weight = earlier_share * inverse;
-    lse = total == 0.0f ? -INFINITY : base + Log2(total) * kLn2;
+    if (inside && threadIdx.x % 4 == 0)
+      params.lse[index] = total == 0.0f ? -INFINITY : base + Log2(total) * kLn2;
     float2* destination =
         reinterpret_cast<float2*>(static_cast<float*>(params.out) + index * Traits::kVHeadDim) +
         threadIdx.x % 4;

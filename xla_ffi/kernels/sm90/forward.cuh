@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kNotes; ++i) {
-      BarrierInit(&shared.note_full[i], 1);
+      BarrierInit(&shared.note_full[i], 32);
       BarrierInit(&shared.note_empty[i], 1);
     }
     for (int i = 0; i < Traits::kQStages; ++i) {

@@ -16,11 +16,15 @@
 
 namespace magi_jax::sm90 {
 
+// What the two consumers take turns in: issuing products, or softmax, where exponentials take
+// longer than products. Without turns both would come to want the same unit at the same time.
+enum class Turns { kProducts, kSoftmax };
+
 // One instantiation. A tile has kBlockM rows, each a (token, head) pair: up to 8 heads of a group
 // are packed, so that a tile of a grouped model spans few tokens and loads keys once for all its
 // heads.
 template <typename ElementT, int kHeadDimT, int kVHeadDimT, int kBlockNT, int kQStagesT,
-          bool kLazyT, int kStagesT = 2, bool kTurnsT = true>
+          bool kLazyT, int kStagesT = 2, Turns kTurnsT = Turns::kProducts>
 struct ForwardTraits {
   using Element = ElementT;
   static constexpr int kHeadDim = kHeadDimT;
@@ -29,7 +33,7 @@ struct ForwardTraits {
   static constexpr int kStages = kStagesT;   // key and value blocks in shared memory
   static constexpr bool kLazy = kLazyT;      // keep the references of rows while sums stay in range
   static constexpr bool kTransform = false;  // logits need TransformLogits
-  static constexpr bool kTurns = kTurnsT;    // consumers take turns to issue products
+  static constexpr Turns kTurns = kTurnsT;
 
   static constexpr int kConsumers = 2;             // warpgroups of 64 rows
   static constexpr int kBlockM = 64 * kConsumers;  // rows of a tile

@@ -4,7 +4,7 @@
 // its softmax is under way, also when b + 1 belongs to the next tile. When the last PV of a tile is
 // done its outputs stay in registers until QK of the next tile's second block runs, and are written
 // beside it. So a tile of a short document costs its blocks and little else. Two warpgroups take
-// turns to issue their products, so that one's softmax runs beside the other's products.
+// turns, so that one's softmax runs beside the other's products.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_MAINLOOP_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_MAINLOOP_H_
@@ -35,10 +35,11 @@ struct Consumer {
   uint32_t tiles = 0;  // whose queries are no longer needed
   uint32_t blocks =
       0;  // whose keys are no longer needed; the values of the last of them are still to be used
+  int key_start;  // of the block whose logits are at hand
   TileNote tile;
   RowStats stats;
-  TileNote finished;  // the tile before, whose outputs are still in registers
-  float weights[2];   // of its rows
+  TileNote finished;   // the tile before, whose outputs are still in registers
+  RowResults results;  // of its rows
   bool
       keeps_references;  // all rows of this warp have seen a key, and no exact maximum is asked for
 
@@ -58,31 +59,33 @@ struct Consumer {
     if (flags & kEndOfWork) return;
 
     FirstStep(flags);
-    if (Traits::kTurns && warpgroup == 1) NamedBarrierArrive(kTurnBarrier, 256);
+    if (warpgroup == 1) NamedBarrierArrive(kTurnBarrier, 256);
 
     while (true) {
       WaitForKeys();
       const int next_flags = shared.notes[SlotOf<kNotes>(blocks)].header.flags;
+      if (Traits::kLazy) key_start = shared.notes[SlotOf<kNotes>(blocks)].header.key_start;
       if (next_flags & kEndOfWork) break;
       Step(flags, next_flags);
       flags = next_flags | (next_flags & kFirstBlock ? kClosesTile : 0);
     }
-    if (flags & kClosesTile) StoreTile(finished, weights);
+    if (flags & kClosesTile) StoreTile();
 
     WaitForValues();
     WgmmaFence();
     IssuePV(flags);
     WgmmaWait<0>();
     PinRegisters(o);
-    CloseTile(tile, stats);
-    StoreTile(tile, weights);
-    if (Traits::kTurns && warpgroup == 0)
-      NamedBarrierSync(kTurnBarrier, 256);  // the other's last turn
+    CloseSums();
+    CloseOutputs();
+    StoreTile();
+    if (warpgroup == 0) NamedBarrierSync(kTurnBarrier, 256);  // the other's last turn
   }
 
  private:
   // QK and softmax of the first block of all, which has no PV beside it.
   __device__ __forceinline__ void FirstStep(int flags) {
+    WaitForQueries();
     StartTile();
     float s[kLogits], rescale[2];
     RowMask<kLogits / 2> rows[2];
@@ -100,30 +103,32 @@ struct Consumer {
 
   // PV of one block beside QK and softmax of the next.
   __device__ __forceinline__ void Step(int flags, int next_flags) {
-    const TileNote closed = finished;
-    const float closed_weights[2] = {weights[0], weights[1]};
-    const RowStats finished_stats = stats;
-    if (next_flags & kFirstBlock) {
-      finished = tile;
-      StartTile();
-    }
+    if (next_flags & kFirstBlock) WaitForQueries();
     float s[kLogits];
-    TakeTurn();
+    if (Traits::kTurns == Turns::kProducts) TakeTurn();
     WgmmaFence();
     IssueQK(s);
     WgmmaCommit();
-    if (flags & kClosesTile) {
-      if (Traits::kTurns) PassTurn();
-      StoreTile(closed, closed_weights);
+    // Beside QK, for products with values are issued only when it is done.
+    if (__builtin_expect(flags & kClosesTile, 0)) {
+      if (Traits::kTurns == Turns::kProducts) PassTurn();
+      StoreTile();
     }
-    WaitForValues();
-    IssuePV(flags);
-    if (Traits::kTurns && !(flags & kClosesTile)) PassTurn();
-
+    if (__builtin_expect(next_flags & kFirstBlock, 0)) {
+      CloseSums();
+      StartTile();
+    }
     RowMask<kLogits / 2> rows[2];
     if (__builtin_expect(next_flags & kMaskedBlock, 0)) MaskRows(rows);
+    WaitForValues();
+    IssuePV(flags);
+    if (Traits::kTurns == Turns::kProducts && !(flags & kClosesTile)) PassTurn();
+
     WgmmaWait<1>();
     PinRegisters(s);
+    ReleaseKeys();
+    if (next_flags & kLastBlock) ReleaseQueries();
+    if (Traits::kTurns == Turns::kSoftmax) TakeTurn();
     Forget(next_flags);
     float rescale[2];
     bool moved = false, done = false;
@@ -134,31 +139,30 @@ struct Consumer {
     }
     if (__builtin_expect(!done, !Traits::kLazy)) moved = SoftmaxBlock(next_flags, rows, s, rescale);
     PinRegisters(s);
-    ReleaseKeys();
-    if (next_flags & kLastBlock) ReleaseQueries();
+    if (Traits::kTurns == Turns::kSoftmax) PassTurn();
     Forget(next_flags);
-    // The assembler hoists a wait over arithmetic that it does not depend on, here all of the
-    // softmax, which would undo the overlap. It stays behind a branch on the softmax's result, if
-    // both sides do not share their text.
-    if (moved) {
-      WgmmaWait<0, 1>();
-      FinishPV();
-      if (!(next_flags & kFirstBlock)) Rescale(o, rescale);
-    } else {
-      WgmmaWait<0, 2>();
-      FinishPV();
-    }
-    if (next_flags & kFirstBlock) CloseTile(finished, finished_stats);
+    if (!Traits::kLazy) BranchOnSums();
+    WgmmaWait<0>();
+    FinishPV();
+    if (moved && !(next_flags & kFirstBlock)) Rescale(o, rescale);
+    if (__builtin_expect(next_flags & kFirstBlock, 0)) CloseOutputs();
     PackProbabilities<Element>(s, p);
+  }
+
+  // The assembler hoists a wait over arithmetic that it does not depend on, here all of the
+  // softmax, which would undo the overlap, unless a branch on its result stands between. Where no
+  // such branch is needed this is one, never taken: sums are not negative.
+  __device__ __forceinline__ void BranchOnSums() const {
+    const bool never = __any_sync(0xFFFFFFFF, stats.sum[0] < 0.0f || stats.sum[1] < 0.0f);
+#pragma unroll 1
+    for (int i = never; i > 0; --i) asm volatile("nanosleep.u32 0;");
   }
 
   // Makes the compiler test the flags again rather than keep the outcomes of tests, for which it
   // has no registers left.
   static __device__ __forceinline__ void Forget(int& flags) { asm volatile("" : "+r"(flags)); }
 
-  __device__ __forceinline__ void TakeTurn() {
-    if (Traits::kTurns) NamedBarrierSync(kTurnBarrier + warpgroup, 256);
-  }
+  __device__ __forceinline__ void TakeTurn() { NamedBarrierSync(kTurnBarrier + warpgroup, 256); }
 
   __device__ __forceinline__ void PassTurn() {
     NamedBarrierArrive(kTurnBarrier + (warpgroup ^ 1), 256);
@@ -173,17 +177,26 @@ struct Consumer {
                 ParityOf<Traits::kStages>(blocks - 1));
   }
 
-  __device__ __forceinline__ void CloseTile(const TileNote& which, const RowStats& rows) {
-    Epilogue<Traits>::Close(params, which, thread_row, scale_log2, rows, o, weights);
+  // The tile's sums are complete; its outputs will be after the next products with values.
+  __device__ __forceinline__ void CloseSums() {
+    finished = tile;
+    results = Epilogue<Traits>::CloseSums(params, tile, thread_row, scale_log2, stats);
   }
 
-  __device__ __forceinline__ void StoreTile(const TileNote& which, const float (&by)[2]) {
-    Epilogue<Traits>::Store(params, which, thread_row, by, o);
+  __device__ __forceinline__ void CloseOutputs() {
+    Epilogue<Traits>::CloseOutputs(params, finished, thread_row, scale_log2, results, o);
+  }
+
+  __device__ __forceinline__ void StoreTile() {
+    Epilogue<Traits>::Store(params, finished, thread_row, results, o);
+  }
+
+  __device__ __forceinline__ void WaitForQueries() {
+    const int slot = SlotOf<Traits::kQStages>(tiles);
+    BarrierWait(&shared.q_full[slot], ParityOf<Traits::kQStages>(tiles));
   }
 
   __device__ __forceinline__ void StartTile() {
-    const int slot = SlotOf<Traits::kQStages>(tiles);
-    BarrierWait(&shared.q_full[slot], ParityOf<Traits::kQStages>(tiles));
     tile = shared.notes[SlotOf<kNotes>(blocks)].tile;
     stats.Reset();
   }
@@ -238,25 +251,35 @@ struct Consumer {
     if (__builtin_expect(flags & kMaskedBlock, 0)) ApplyMask(s, rows);
   }
 
-  // This thread's logits by plain arithmetic, since the other warps of the warpgroup take no part.
-  // Rare and slow.
+  // This thread's logits by plain arithmetic, from global memory, for the keys in shared memory are
+  // given back already, and the other warps of the warpgroup take no part. Rare and slow.
   __device__ __forceinline__ void RecomputeLogits(float (&s)[kLogits]) {
-    const uint8_t* q = shared.q[SlotOf<Traits::kQStages>(tiles)] +
-                       warpgroup * 64 * Traits::kRowBytes * Traits::kChunks;
-    const uint8_t* k = shared.k[SlotOf<Traits::kStages>(blocks)];
-    const int row = thread_row % 64, lane_column = threadIdx.x % 4 * 2;
+    const Element* q[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int packed_row = thread_row + 8 * i;
+      const int token = min(tile.token + (packed_row >> params.pack_log2), params.q_len - 1);
+      const int head = tile.head + (packed_row & ((1 << params.pack_log2) - 1));
+      q[i] = static_cast<const Element*>(params.q) +
+             (static_cast<int64_t>(token) * params.num_heads + head) * Traits::kHeadDim;
+    }
+    const int kv_head = tile.head / (params.parts_per_group << params.pack_log2);
+    const Element* k =
+        static_cast<const Element*>(params.k) + static_cast<int64_t>(kv_head) * Traits::kHeadDim;
+    int first_key = key_start + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) s[i] = 0.0f;
 #pragma unroll 1
     for (int d = 0; d < Traits::kHeadDim; d += 2) {
-      float2 a[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) a[i] = LoadPair(q, 64, row + 8 * i, d);
+      const float2 a[2] = {LoadPair(q[0] + d), LoadPair(q[1] + d)};
+      Forget(first_key);  // or the address of every key gets a register
 #pragma unroll
       for (int i = 0; i < kLogits; i += 4) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const float2 b = LoadPair(k, Traits::kBlockN, 2 * i + lane_column + j, d);
+          const int key = min(first_key + 2 * i + j, params.k_len - 1);
+          const float2 b =
+              LoadPair(k + static_cast<int64_t>(key) * params.num_kv_heads * Traits::kHeadDim + d);
           s[i + j] = fmaf(a[0].y, b.y, fmaf(a[0].x, b.x, s[i + j]));
           s[i + 2 + j] = fmaf(a[1].y, b.y, fmaf(a[1].x, b.x, s[i + 2 + j]));
         }
@@ -264,13 +287,8 @@ struct Consumer {
     }
   }
 
-  // Elements d and d + 1 of a row of a swizzled tile.
-  static __device__ __forceinline__ float2 LoadPair(const uint8_t* tile, int tile_rows, int row,
-                                                    int d) {
-    const int unit = d % kChunk / 8 ^ row % 8;
-    const uint8_t* address =
-        tile + (d / kChunk * tile_rows + row) * Traits::kRowBytes + unit * 16 + d % 8 * 2;
-    return ToFloats(*reinterpret_cast<const uint32_t*>(address), Element{});
+  static __device__ __forceinline__ float2 LoadPair(const Element* pair) {
+    return ToFloats(*reinterpret_cast<const uint32_t*>(pair), Element{});
   }
 
   // What this thread's rows see of the block whose logits are at hand.

@@ -16,11 +16,11 @@
 
 namespace magi_jax::sm90 {
 
-// Elements of one row of this thread whose column is below `column`; any integer is fine.
-template <int kElements>
+// Elements of one row of this thread whose column is below `column`, counted as if rows had no
+// end; any integer is fine.
 __device__ __forceinline__ int ElementsBelow(int column, int lane_column) {
   const int from_lane = column - lane_column;
-  return min(max(2 * (from_lane >> 3) + min(from_lane & 7, 2), 0), kElements);
+  return max(2 * (from_lane >> 3) + min(from_lane & 7, 2), 0);
 }
 
 template <int kElements>
@@ -39,11 +39,11 @@ struct RowMask {
     const bool inside = query >= slice.q_start && query < slice.q_end;
     const int low = max(slice.k_start, query + slice.d_min) - key_start;
     const int high = min(slice.k_end, query + slice.d_max + 1) - key_start;
-    const int first = ElementsBelow<kElements>(low, lane_column);
-    const int last = inside ? ElementsBelow<kElements>(high, lane_column) : 0;
+    const int first = ElementsBelow(low, lane_column);
+    const int last = inside ? ElementsBelow(high, lane_column) : 0;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-      const int word_first = min(max(first - 32 * w, 0), 32);
+      const int word_first = max(first - 32 * w, 0);
       words[w] |= BitField(word_first, max(last - 32 * w - word_first, 0));
     }
   }

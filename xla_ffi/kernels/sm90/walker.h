@@ -156,10 +156,8 @@ struct Walker {
   __device__ __forceinline__ void HandOver(int flags) {
     const int slot = SlotOf<kNotes>(blocks);
     __syncwarp();
-    if (lane == 0) {
-      shared.notes[slot].header.flags |= flags;
-      BarrierArrive(&shared.note_full[slot]);
-    }
+    if (lane == 0) shared.notes[slot].header.flags |= flags;
+    BarrierArrive(&shared.note_full[slot]);
     ++blocks;
   }
 
