@@ -1,0 +1,133 @@
+"""Plans whose rows cross between nodes once: exact, without redundancy, in specs of either kind."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from plan_checks import check_plan
+from plan_simulation import computed_cells
+
+from magi_jax import masks
+from magi_jax.plan import PlanConfig, TwoLevelComm, make_plan, stack_plans
+from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver.overlap import Machine
+from magi_jax.testing import cases
+
+SIZE = 131
+NODES = PlanConfig(
+    chunk_size=8, overlap=(2, 3), ranks_per_node=2, two_level=True, travelling=((50, 53),)
+)
+SLOW_BETWEEN_NODES = CostModel(node_link_gbps=0.1, latency_us=0.0)
+MASK = masks.causal(SIZE) | masks.global_rows(SIZE, rows=(50, 53))
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 4])
+def test_every_cell_once_and_every_row_once_per_node(ranks_per_node, rng):
+    config = dataclasses.replace(NODES, ranks_per_node=ranks_per_node)
+    for mask in (MASK, masks.full(SIZE), cases.random_mask(rng, SIZE, SIZE, 20)):
+        plan = make_plan(mask, 8, config)
+        comms = (*plan.comm, *plan.backward.comm, plan.travel.comm)
+        assert all(isinstance(comm, TwoLevelComm) for comm in comms)
+        check_plan(plan, mask, walk=mask is MASK)
+        twin = make_plan(mask, 8, dataclasses.replace(config, engine="numpy"))
+        assert twin.fingerprint() == plan.fingerprint()
+        assert plan.fingerprint() == make_plan(mask, 8, config).fingerprint()
+
+
+def test_the_cost_model_chooses():
+    config = PlanConfig(ranks_per_node=8)
+    wanted = {"full": masks.full(65536), "window": masks.local(65536, window=(255, 0))}
+    plans = {name: make_plan(mask, 16, config) for name, mask in wanted.items()}
+    assert plans["full"].spec.ranks_per_node == 8
+    assert plans["window"].spec.ranks_per_node is None
+    for name, plan in plans.items():
+        others = [
+            make_plan(wanted[name], 16, dataclasses.replace(config, two_level=way))
+            for way in (False, True)
+        ]
+        least_us = min(other.report(ranks_per_node=8).predicted_us for other in others)
+        assert plan.report(ranks_per_node=8).predicted_us <= 1.02 * least_us
+    for one_node in (PlanConfig(), PlanConfig(ranks_per_node=16)):
+        assert make_plan(wanted["full"], 16, one_node).spec.ranks_per_node is None
+
+
+def test_specs_of_both_kinds_unite():
+    two = make_plan(MASK, 8, NODES)
+    one = make_plan(masks.full(SIZE), 8, dataclasses.replace(NODES, two_level=False))
+    both = one.spec.union(two.spec)
+    assert both == two.spec.union(one.spec)
+    assert both.ranks_per_node == 2
+    assert one.spec.shortfall(two.spec) == "spec has transfers in one step, but two are needed"
+    padded = [plan.pad_to(both) for plan in (one, two)]
+    check_plan(padded[1], MASK, walk=False)
+    # Its stages were cut for one step: exact, but a row may enter a node in several of them.
+    np.testing.assert_array_equal(computed_cells(padded[0], walk=False), masks.full(SIZE).dense())
+    stacked = stack_plans(padded)
+    assert stacked.spec == both
+    assert jax.tree.leaves(stacked)[0].shape[:2] == (2, 8)
+    wide = two.spec.scaled(1.5)
+    assert wide.covers(two.spec)
+    check_plan(two.pad_to(wide), MASK, walk=False)
+
+
+def test_a_spec_settles_the_way():
+    two = make_plan(MASK, 8, NODES)
+    window = masks.local(SIZE, window=(9, 0))
+    auto = PlanConfig(chunk_size=8)
+    plan = make_plan(window, 8, auto, two.spec.scaled(2.0))
+    assert plan.spec.ranks_per_node == 2
+    check_plan(plan, window, walk=False)
+    flat = make_plan(MASK, 8, dataclasses.replace(NODES, two_level=False)).spec
+    assert make_plan(MASK, 8, auto, flat.scaled(2.0)).spec.ranks_per_node is None
+    with pytest.raises(ValueError, match="spec has transfers in one step, but two_level=True"):
+        make_plan(MASK, 8, NODES, flat)
+    with pytest.raises(ValueError, match="spec has transfers in two steps, but two_level=False"):
+        make_plan(MASK, 8, dataclasses.replace(NODES, two_level=False), two.spec)
+    with pytest.raises(ValueError, match="nodes of 2 ranks, but ranks_per_node=4"):
+        make_plan(MASK, 8, dataclasses.replace(auto, ranks_per_node=4), two.spec)
+
+
+def test_another_mask_keeps_the_nodes():
+    plan = make_plan(MASK, 8, NODES)
+    wider = masks.full(SIZE)
+    other = plan.with_mask(wider, overlap=2, machine=Machine(2, SLOW_BETWEEN_NODES))
+    assert other.spec.ranks_per_node == 2
+    check_plan(other, wider, walk=False)
+    assert plan.with_mask(wider, overlap=2).report(ranks_per_node=2).ranks_per_node == 2
+    with pytest.raises(ValueError, match=r"spec\.\w+\[0\]\.across\.\w+ is \d+, but \d+ is needed"):
+        plan.with_mask(wider, overlap=(2, 3), travelling="never", spec=plan.spec)
+
+
+def test_the_report_counts_rows_between_nodes(tmp_path):
+    plan = make_plan(masks.full(256), 8, dataclasses.replace(NODES, travelling="never"))
+    report = plan.report()
+    assert (report.ranks_per_node, report.two_level) == (2, True)
+    assert report.recv_rows.tolist() == [224] * 8
+    # Each node lacks 192 rows; each of its ranks brings those of the ranks with its place.
+    assert report.crossing_rows.tolist() == [96] * 8
+    assert "768 in all, once per node" in str(report)
+    assert report.collective_rows == sum(
+        4 * c.across.pair_rows + 2 * c.within.pair_rows for c in plan.comm
+    )
+    flat = make_plan(masks.full(256), 8, dataclasses.replace(NODES, two_level=False))
+    assert flat.report(ranks_per_node=2).crossing_rows.tolist() == [192] * 8
+    assert "once per rank" in str(flat.report(ranks_per_node=2))
+    assert flat.report().crossing_rows.sum() == 0
+    assert report.predicted_us < flat.report(ranks_per_node=2).predicted_us
+    with pytest.raises(ValueError, match="nodes of 2 ranks, but ranks_per_node=4"):
+        plan.report(ranks_per_node=4)
+    pytest.importorskip("matplotlib")
+    plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_bad_options():
+    with pytest.raises(ValueError, match="two_level=True needs ranks_per_node"):
+        PlanConfig(two_level=True)
+    with pytest.raises(ValueError, match=r'two_level must be True, False or "auto", got 1\.5'):
+        PlanConfig(two_level=1.5)
+    config = dataclasses.replace(NODES, ranks_per_node=3, dispatch="zigzag")
+    with pytest.raises(ValueError, match="8 ranks are not whole nodes of 3"):
+        make_plan(MASK, 8, config)
+    assert np.isfinite(make_plan(masks.empty(SIZE), 8, NODES).report().predicted_us)
