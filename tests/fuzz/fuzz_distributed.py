@@ -49,6 +49,7 @@ class Setup:
     cap: float | None = None
     num_sinks: int = 0
     ranks_per_node: int | None = None
+    two_level: bool | str = "auto"
     travelling: tuple[tuple[int, int], ...] | str = "never"
     keys: int | None = None
     replicated: bool = False
@@ -63,6 +64,7 @@ class Setup:
             dispatch=self.dispatch,
             overlap=self.stages,
             ranks_per_node=self.ranks_per_node,
+            two_level=self.two_level,
             travelling=self.travelling,
             roll_shifts=(),
         )
@@ -81,6 +83,21 @@ SETUPS = {
     ),
     "cp4_other_backward": Setup(4, 113, 4, "lpt", (1, 3), dtype="float16"),
     "cp4_auto": Setup(4, 157, 4, "balanced", "auto", travelling="auto"),
+    "cp4_late": Setup(4, 139, 5, "balanced", "late", (2, 1, 8, 8), cap=4.0),
+    "cp8_two_level": Setup(
+        8, 167, 4, "balanced", 2, (2, 2, 4, 8), "bfloat16", ranks_per_node=2, two_level=True
+    ),
+    "cp8_two_level_travelling": Setup(
+        8,
+        151,
+        6,
+        "lpt",
+        (1, 3),
+        ranks_per_node=4,
+        two_level=True,
+        travelling=((30, 47),),
+        num_sinks=1,
+    ),
     "cp4_cross": Setup(4, 109, 4, "balanced", 2, keys=83),
     "cp3_replicated_keys": Setup(3, 71, 8, "zigzag", 1, keys=149, replicated=True),
 }

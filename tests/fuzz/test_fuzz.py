@@ -27,7 +27,9 @@ def test_tables_built_on_the_device(name, rng):
         _run(driver, name, seed)
 
 
-@pytest.mark.parametrize(("name", "count"), [("cp8_balanced", 25), ("cp2_zigzag", 25)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("cp8_balanced", 25), ("cp2_zigzag", 25), ("cp4_late", 15)]
+)
 def test_distributed(name, count, rng):
     driver = fuzz_distributed.Distributed(name)
     for seed in rng.integers(0, 2**31, count).tolist():
