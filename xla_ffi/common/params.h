@@ -78,6 +78,7 @@ struct BackwardParams {
   void* dk;   // [S, K, H], dtype dkv_dtype
   void* dv;   // [S, K, Hv], dtype dkv_dtype
   DType dkv_dtype;
+  bool fixed_order;  // sums are taken in one order: equal inputs give equal bits
   void* scratch;  // as much as the path's ScratchBytes() asked for, or null
 };
 
