@@ -209,11 +209,14 @@ def test_damaged_tables_stay_inside_the_buffers(rng):
 
 
 @placements
-def test_distributed_attention_and_its_gradients(placement, rng):
-    """All stages of both passes, on the stream of the collectives, against the portable transport."""
+@pytest.mark.parametrize("overlap", [2, "late"])
+def test_distributed_attention_and_its_gradients(overlap, placement, rng):
+    """All stages of both passes, or late queries, on the stream of the collectives, against the portable
+    transport.
+    """
     mesh = mesh_of(2)
     mask = masks.varlen([300, 500, 224], causal=True)
-    plan = make_plan(mask, 2, PlanConfig(chunk_size=128, overlap=2))
+    plan = make_plan(mask, 2, PlanConfig(chunk_size=128, overlap=overlap, travelling="never"))
     rows = 2 * plan.spec.local_len
     place = NamedSharding(mesh, P("cp"))
     q, k, v, dout = (jax.device_put(normal(rng, rows, heads, 16), place) for heads in (4, 2, 2, 4))
