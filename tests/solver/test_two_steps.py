@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from magi_jax import masks
-from magi_jax.solver import dispatch, timeline, two_level
+from magi_jax.solver import dispatch, schedule, timeline, two_level
 from magi_jax.solver.cost_model import CostModel
 from magi_jax.solver.overlap import Machine, choose_stages
 from magi_jax.solver.transfer import Pieces
@@ -114,7 +114,7 @@ def work_of(kernel, cast, reduce, within, merge_us=0.0):
 
 def test_steps_run_beside_attention_on_links_of_their_own():
     """Of three stages: rows cross two stages ahead, and move inside the node one stage ahead."""
-    found = timeline.simulate(work_of([20, 10, 10, 10], [8, 9, 7], [0] * 3, [[3, 4, 5], [0, 0, 0]]))
+    found = schedule.simulate(work_of([20, 10, 10, 10], [8, 9, 7], [0] * 3, [[3, 4, 5], [0, 0, 0]]))
     assert found.cast[:, 0].tolist() == [[0, 8], [8, 17], [23, 30]]
     # The first has the local stage before it, and nothing to hide behind.
     assert found.within[0, :, 0].tolist() == [[20, 23], [23, 27], [33, 38]]
@@ -123,7 +123,7 @@ def test_steps_run_beside_attention_on_links_of_their_own():
 
 
 def test_sums_are_made_in_the_node_before_they_cross():
-    found = timeline.simulate(work_of([10, 10, 10], [1, 1], [7, 8], [[1, 1], [4, 20]]))
+    found = schedule.simulate(work_of([10, 10, 10], [1, 1], [7, 8], [[1, 1], [4, 20]]))
     assert found.within[1, :, 0].tolist() == [[21, 25], [31, 51]]
     assert found.reduce[:, 0].tolist() == [[25, 32], [51, 59]]
     assert found.predicted_us == 59
