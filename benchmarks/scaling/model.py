@@ -7,7 +7,7 @@ strategy can hide behind its kernels is hidden. Where its code could be read in 
 import numpy as np
 from baselines import strategies
 
-from magi_jax.solver import timeline
+from magi_jax.solver import schedule, timeline
 from magi_jax.solver.cost_model import CostModel
 from scaling.backward import backward_us
 from scaling.machine import Machine, Moves, Times, cast_us, elements, tail_us
@@ -49,8 +49,8 @@ def step_us(name: str, work: Work, times: Times, num_ranks: int, machine: Machin
         for kernels, back in ((times.forward, nothing), (times.backward, moves))
     )
     return {
-        "forward": timeline.simulate(forward).predicted_us,
-        "backward": timeline.simulate(backward).predicted_us + tail_us(work.rows, machine),
+        "forward": schedule.simulate(forward).predicted_us,
+        "backward": schedule.simulate(backward).predicted_us + tail_us(work.rows, machine),
     }
 
 
@@ -107,4 +107,4 @@ def _forward_us(work: Work, times: Times, moves: Moves, machine: Machine) -> flo
     nothing = np.zeros_like(moves.cast)
     within = None if moves.within is None else np.stack([moves.within[0], nothing])
     stages = timeline.DirectionWork(times.forward.T, moves.cast, nothing, 0.0, travel, within)
-    return timeline.simulate(stages).predicted_us + returned
+    return schedule.simulate(stages).predicted_us + returned

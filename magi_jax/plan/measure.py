@@ -12,7 +12,7 @@ from magi_jax.plan.report import PlanReport
 from magi_jax.plan.spec import OWN_KEYS
 from magi_jax.plan.tables import SEGMENT_ROWS, AnyComm, SliceTable, StageTables, TwoLevelComm
 from magi_jax.plan.two_level import pieces_of, rows_between, rows_on_links
-from magi_jax.solver import intervals, timeline
+from magi_jax.solver import intervals, schedule, timeline
 from magi_jax.solver.balanced_units import MAX_PARTS, make_units
 from magi_jax.solver.bounds import Bounds, lower_bounds
 from magi_jax.solver.cost_model import CostModel
@@ -68,8 +68,8 @@ def make_report(
         wire_rows=np.array([meta.spec.wire_rows for meta in transfers], np.int64),
         redundancy=received / max(_distinct_rows(plan), 1) if received else 1.0,
         planning_ms=plan.planning_ms,
-        forward=timeline.simulate(works[0]),
-        backward=timeline.simulate(works[1]),
+        forward=schedule.simulate(works[0]),
+        backward=schedule.simulate(works[1]),
         forward_kernel_us=works[0].busy_us,
         backward_kernel_us=works[1].busy_us,
         is_cross=plan.spec.keys != OWN_KEYS,

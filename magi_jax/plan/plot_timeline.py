@@ -15,7 +15,7 @@ def draw_timeline(axes, timeline: Timeline, name: str) -> None:
 
     Args:
         axes: axes of matplotlib.
-        timeline: as `magi_jax.solver.timeline.simulate` gives it.
+        timeline: as `magi_jax.solver.schedule.simulate` gives it.
         name: of the direction, for the title.
     """
     ranks = np.arange(timeline.compute.shape[1])

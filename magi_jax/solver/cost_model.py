@@ -109,10 +109,33 @@ class CostModel:
 
     def times_us(self, area: np.ndarray, log_keys: np.ndarray, backward: bool) -> np.ndarray:
         """`kernel_us` of slices whose `shapes` are known."""
+        at, rates = self._rate_points(backward)
+        return area * self._us_per_cell(backward) / np.interp(log_keys, at, rates)
+
+    def _rate_points(self, backward: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Logarithms of keys per row, and the TFLOP/s there."""
         table = np.asarray(self.backward_tflops if backward else self.forward_tflops, float)
-        tflops = np.interp(log_keys, np.log(table[:, 0]), table[:, 1])
+        return np.log(table[:, 0]), table[:, 1]
+
+    def _us_per_cell(self, backward: bool) -> float:
+        """Time of a (query, key) pair at 1 TFLOP/s."""
         flops = FLOPS_PER_PAIR * (BACKWARD_FLOPS_RATIO if backward else 1.0)
-        return area * (flops * self.num_heads * self.head_dim / 1e6) / tflops
+        return flops * self.num_heads * self.head_dim / 1e6
+
+    def rates(self, local_len: int, backward: bool) -> tuple:
+        """All that the times of one direction's stages depend on, as the compiled planner takes it; see
+        ``xla_ffi/solver/bind_stages.cc``.
+        """
+        return (
+            *self._rate_points(backward),
+            self._us_per_cell(backward),
+            float(self.kv_row_bytes(self.dtype_bytes)),
+            float(self.kv_row_bytes(self.grad_bytes)) if backward else 0.0,
+            self.link_gbps,
+            self.node_link_gbps,
+            self.latency_us,
+            self.merge_us(local_len),
+        )
 
     def merge_us(self, local_len: int) -> float:
         """Time that a further stage costs: its launches, and its float32 partial output read and written."""

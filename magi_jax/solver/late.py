@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from magi_jax.masks import bands
-from magi_jax.solver import intervals, timeline
+from magi_jax.solver import intervals, schedule, timeline
 from magi_jax.solver.dispatch import Layout
 from magi_jax.solver.overlap import Machine
 from magi_jax.solver.remote import NOTHING_REMOTE, QueryCut, Remote, remote_ranges
@@ -73,7 +73,7 @@ def predict_us(late: LateWork, machine: Machine) -> float:
         timeline.direction_work(shapes, rows, num_rows, model, backward)
         for backward in (False, True)
     )
-    return sum(timeline.simulate(work).predicted_us for work in works)
+    return sum(schedule.simulate(work).predicted_us for work in works)
 
 
 def find_late(work: Work, rows: RankRows, local_len: int) -> LateWork:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from magi_jax.solver import timeline
+from magi_jax.solver import schedule, timeline
 from magi_jax.solver.cost_model import CostModel
 from magi_jax.solver.remote import Remote
 from magi_jax.solver.stages import Staged
@@ -71,6 +71,12 @@ class Choice(NamedTuple):
     two_level: bool
 
 
+# A way to cut stages: how many, whether they are turned, and whether rows take two steps.
+_Kind = tuple[int, bool, bool]
+# Times closer than this are the same: engines round differently.
+TIE = 1e-9
+
+
 def choose_stages(
     work: Work,
     local_len: int,
@@ -80,8 +86,8 @@ def choose_stages(
     """Predicts stages from their exact slices and takes the fastest, for each direction by itself.
 
     Tried are 1 to `MOST_STAGES` straight stages of equal size, then turned ones (`remote.split_stages`)
-    in the best of these numbers, or in the largest where one was best. Rows take the way, in one step or in
-    two, whose transfers take less time; where they take nearly the same, all is tried for both.
+    in the best of these numbers, or in the largest where one was best; all of it for each way that rows may
+    take.
 
     Args:
         work: what one layout asks for.
@@ -89,65 +95,128 @@ def choose_stages(
         machine: what to predict for.
         counts: numbers of stages that are settled; 0 on one rank.
     """
-    ways = machine.ways(work.layout.cp_size)
-    moved_us = [_moved_us(work, machine, way) for way in ways]
-    least_us = min(map(sum, moved_us))
-    choices = (
-        _choose(work, local_len, machine, counts, way, each_us)
-        for way, each_us in zip(ways, moved_us, strict=True)
-        if sum(each_us) <= LIKELY * least_us
-    )
-    return min(choices, key=lambda choice: choice.predicted_us)
+    compiles = work.engine == "compiled" and work.keys.layout is not None
+    predictor = (CompiledTimes if compiles else NumpyTimes)(work, local_len, machine)
+    best: tuple[float, list[_Kind]] | None = None
+    for two_level in machine.ways(work.layout.cp_size):
+        found = _choose(predictor, local_len, machine, counts, two_level)
+        if best is None or found[0] < best[0] * (1 - TIE):
+            best = found
+    assert best is not None, "rows take one step or two"
+    predicted_us, kinds = best
+    cut: dict[_Kind, Staged] = {}
+    for kind in kinds:
+        if kind not in cut:
+            count, turned, two_level = kind
+            per_node = machine.node_of(work.layout.cp_size) if two_level else None
+            cut[kind] = work.staged(count, turned, per_node)
+    return Choice(cut[kinds[0]], cut[kinds[1]], predicted_us, kinds[0][2])
 
 
 def _choose(
-    work: Work,
+    predictor: "NumpyTimes | CompiledTimes",
     local_len: int,
     machine: Machine,
     counts: Counts,
     two_level: bool,
-    moved_us: tuple[float, float],
-) -> Choice:
-    """`choose_stages` for rows that move in two steps, or in one, and `_moved_us` then."""
-    options: dict[tuple[int, bool], _Option] = {}
-    chosen: list[Staged] = []
+) -> tuple[float, list[_Kind]]:
+    """Predicted time of both directions for rows that move in two steps, or in one, and their stages."""
+    predicted: dict[_Kind, tuple[float, float]] = {}
+    kinds: list[_Kind] = []
     total_us = 0.0
-    for backward, settled in zip((False, True), counts, strict=True):
-        travel = _travel_work(work, machine, backward, two_level)
-        times_us: dict[tuple[int, bool], float] = {}
+    for backward, settled in enumerate(counts):
+        times_us: dict[_Kind, float] = {}
 
-        def predict(count: int, turned: bool, backward=backward, travel=travel, times_us=times_us):
-            kind = (count, turned)
-            if kind not in options:
-                options[kind] = _Option(work, *kind, machine, two_level)
-            times_us[kind] = options[kind].predict(local_len, backward, travel)
+        def predict(count: int, turned: bool, backward=backward, times_us=times_us) -> None:
+            kind = (count, turned, two_level)
+            if kind not in predicted:
+                predicted[kind] = predictor.times_us(*kind)
+            times_us[kind] = predicted[kind][backward]
 
-        # All that a second stage could hide may be less than what merging it costs.
-        vain = settled is None and moved_us[backward] <= machine.cost_model.merge_us(local_len)
+        rows = predictor.held_up(two_level)
+        vain = settled is None and _is_vain(rows, local_len, machine, bool(backward), two_level)
         for count in range(1, 2 if vain else MOST_STAGES + 1) if settled is None else (settled,):
             predict(count, turned=False)
-        best, _ = min(times_us, key=times_us.__getitem__)
         if not vain and settled not in (0, 1):
+            best, _, _ = _least(times_us)
             predict(MOST_STAGES if best == 1 else best, turned=True)
-        kind = min(times_us, key=times_us.__getitem__)
-        chosen.append(options[kind].staged)
-        total_us += times_us[kind]
-    return Choice(chosen[0], chosen[1], total_us, two_level)
+        kinds.append(_least(times_us))
+        total_us += times_us[kinds[-1]]
+    return total_us, kinds
 
 
-class _Option:
-    """One way to cut stages, with what the times of both directions depend on."""
+def _least(times_us: dict[_Kind, float]) -> _Kind:
+    """The first of the fastest."""
+    limit = min(times_us.values()) * (1 + TIE)
+    return next(kind for kind, time_us in times_us.items() if time_us <= limit)
 
-    def __init__(self, work: Work, count: int, turned: bool, machine: Machine, two_level: bool):
-        cp_size, self.model, self.two_level = work.layout.cp_size, machine.cost_model, two_level
-        self.staged = work.staged(count, turned, machine.node_of(cp_size) if two_level else None)
-        self.rows = _link_rows(self.staged.remote, count, cp_size, machine, two_level)
-        self.shapes = timeline.shapes_of(self.staged.slices, cp_size, self.model, work.engine)
 
-    def predict(self, local_len: int, backward: bool, travel: timeline.TravelWork | None) -> float:
-        sizes = local_len, self.model, backward
-        work = timeline.direction_work(self.shapes, self.rows, *sizes, travel, self.two_level)
-        return timeline.simulate(work).predicted_us
+class NumpyTimes:
+    """Predicts the times of stages of some work, in NumPy.
+
+    Args:
+        work: what one layout asks for.
+        local_len: rows of each rank.
+        machine: what to predict for.
+    """
+
+    def __init__(self, work: Work, local_len: int, machine: Machine):
+        self.work, self.local_len, self.machine = work, local_len, machine
+
+    def held_up(self, two_level: bool) -> tuple[np.ndarray, np.ndarray]:
+        """`timeline.link_rows` of all rows in one stage, ``[cp]`` each."""
+        near, far = _link_rows(self.work.far, 1, self.work.layout.cp_size, self.machine, two_level)
+        return near[0], far[0]
+
+    def times_us(self, count: int, turned: bool, two_level: bool) -> tuple[float, float]:
+        """Time of each direction in ``count`` stages."""
+        work, machine, cp_size = self.work, self.machine, self.work.layout.cp_size
+        per_node = machine.node_of(cp_size) if two_level else None
+        staged = work.staged(count, turned, per_node)
+        rows = _link_rows(staged.remote, count, cp_size, machine, two_level)
+        shapes = timeline.shapes_of(staged.slices, cp_size, machine.cost_model, work.engine)
+        forward, backward = (
+            schedule.simulate(
+                timeline.direction_work(
+                    shapes, rows, self.local_len, machine.cost_model, way,
+                    _travel_work(work, machine, way, two_level), two_level,
+                )
+            ).predicted_us
+            for way in (False, True)
+        )  # fmt: skip
+        return forward, backward
+
+
+class CompiledTimes:
+    """The same in the compiled planner, for work whose keys are not on all ranks."""
+
+    def __init__(self, work: Work, local_len: int, machine: Machine):
+        self.work, self.machine = work, machine
+        self.cutter = work.cutter(machine.node_of(work.layout.cp_size))
+        model = machine.cost_model
+        self.rates = tuple(model.rates(local_len, backward) for backward in (False, True))
+        self.local = work.home_slices()
+        self.travel: dict[bool, tuple[np.ndarray, np.ndarray] | None] = {}
+
+    def held_up(self, two_level: bool) -> tuple[np.ndarray, np.ndarray]:
+        """As in `NumpyTimes`."""
+        near, far = self.cutter.held_up(two_level)
+        return near, far
+
+    def times_us(self, count: int, turned: bool, two_level: bool) -> tuple[float, float]:
+        """As in `NumpyTimes`."""
+        if two_level not in self.travel:
+            self.travel[two_level] = self._travel_times(two_level)
+        travel = self.travel[two_level]
+        return self.cutter.predict(count, turned, two_level, self.local, self.rates, travel)
+
+    def _travel_times(self, two_level: bool) -> tuple[np.ndarray, np.ndarray] | None:
+        """Times of travelling queries ``[3, cp]`` in both directions."""
+        forward = _travel_work(self.work, self.machine, False, two_level)
+        backward = _travel_work(self.work, self.machine, True, two_level)
+        if forward is None or backward is None:
+            return None
+        return np.stack(forward), np.stack(backward)
 
 
 def _link_rows(
@@ -173,14 +242,22 @@ def _travel_work(
     )
 
 
-def _moved_us(work: Work, machine: Machine, two_level: bool) -> tuple[float, float]:
-    """Time of all transfers in one stage, forward and backward, with nothing hidden and travelling queries
-    left out.
+def _is_vain(
+    rows: tuple[np.ndarray, np.ndarray],
+    local_len: int,
+    machine: Machine,
+    backward: bool,
+    two_level: bool,
+) -> bool:
+    """Whether one remote stage is best whatever the kernels take: all that a second could hide is less
+    than what merging it costs. ``rows`` are those that hold ranks up.
     """
     model = machine.cost_model
-    near, far = _link_rows(work.far, 1, work.layout.cp_size, machine, two_level)
+    near, far = rows
     none = np.zeros_like(near)
-    steps = ((none, far), (near, none)) if two_level else ((near, far),)
-    cast_us = sum(float(model.cast_us(*rows).max(initial=0.0)) for rows in steps)
-    reduce_us = sum(float(model.reduce_us(*rows).max(initial=0.0)) for rows in steps)
-    return cast_us, cast_us + reduce_us
+    hidden_us = 0.0
+    for step in ((none, far), (near, none)) if two_level else ((near, far),):
+        hidden_us += model.cast_us(*step).max(initial=0.0)
+        if backward:
+            hidden_us += model.reduce_us(*step).max(initial=0.0)
+    return bool(hidden_us <= model.merge_us(local_len))

@@ -1,7 +1,7 @@
 """What each rank computes in each stage: slices in local coordinates."""
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,18 +56,27 @@ def cut_stages(
         engine: "numpy" or "compiled"; both find the same.
         ranks_per_node: cuts the rows of nodes of so many ranks instead: `two_level.split_stages`.
     """
+    if engine == "compiled":
+        cutter = stage_cutter(cut, remote, layout, ranks_per_node)
+        ranges, slices, group = cutter.cut(num_remote_stages, turned, ranks_per_node is not None)
+        by_stage = _by_stage(slices, group, layout.cp_size, num_remote_stages)
+        return Staged(Remote(*ranges.T), by_stage)
     sizes = num_remote_stages, layout.cp_size
-    if ranks_per_node is not None and num_remote_stages > 1:
+    if num_remote_stages > 1 and ranks_per_node is not None:
         remote = two_level.split_stages(remote, *sizes, ranks_per_node, turned)
-    if engine == "numpy":
-        if ranks_per_node is None and num_remote_stages > 1:
-            remote = split_stages(remote, *sizes, turned)
-        return Staged(remote, stage_slices(cut, remote, layout, num_remote_stages))
-    ranges, slices, group = compiled().cut_stages(
+    elif num_remote_stages > 1:
+        remote = split_stages(remote, *sizes, turned)
+    return Staged(remote, stage_slices(cut, remote, layout, num_remote_stages))
+
+
+def stage_cutter(
+    cut: QueryCut, remote: Remote, layout: Layout, ranks_per_node: int | None = None
+) -> Any:
+    """The compiled planner's ``StageCutter``, which cuts stages and predicts their times."""
+    return compiled().StageCutter(
         *cut, np.stack(remote, axis=1), layout.edges, layout.owner, layout.offset, layout.cp_size,
-        num_remote_stages, turned, is_split=ranks_per_node is not None,
+        ranks_per_node or layout.cp_size,
     )  # fmt: skip
-    return Staged(Remote(*ranges.T), _by_stage(slices, group, layout.cp_size, num_remote_stages))
 
 
 def _by_stage(slices, group, cp_size: int, num_remote_stages: int) -> list[StageSlices]:

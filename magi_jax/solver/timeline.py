@@ -1,12 +1,6 @@
 """What a step of attention should take: kernels and casts of every rank, laid side by side.
 
-A rank has one compute stream and one communication stream. Travelling queries leave first and are computed
-after the local stage. The cast of a stage is issued when the attention of the stage before it starts; the
-dK and dV of a stage leave when its attention is done.
-
-Where rows move in two steps (`solver/two_level.py`), a rank has a stream for each: rows cross between nodes
-two stages ahead, and move inside the node one stage ahead, both beside attention. Only the second step of
-the first stage comes between the local stage and the next, since nothing is left to hide it behind.
+Here is what the work of a direction takes; `schedule` lays it out in time.
 """
 
 from collections.abc import Sequence
@@ -38,6 +32,7 @@ class DirectionWork(NamedTuple):
         merge_us: what each remote stage adds to its kernel for merging with those before.
         travel: what travelling queries take, if any travel.
         within_us: ``[2, S, cp]`` times of the casts and the reduces inside nodes; None in one step.
+        own_keys_last: whether the local stage comes after all others, as in the backward pass.
     """
 
     kernel_us: np.ndarray
@@ -46,6 +41,7 @@ class DirectionWork(NamedTuple):
     merge_us: float = 0.0
     travel: TravelWork | None = None
     within_us: np.ndarray | None = None
+    own_keys_last: bool = False
 
     @property
     def busy_us(self) -> float:
@@ -164,7 +160,7 @@ def direction_work(
         times_us[1] = [model.reduce_us(*step) for step in steps]
     (cast_us, reduce_us), within_us = times_us[:, 0], times_us[:, 1] if two_level else None
     merge_us = model.merge_us(local_len)
-    return DirectionWork(kernel_us, cast_us, reduce_us, merge_us, travel, within_us)
+    return DirectionWork(kernel_us, cast_us, reduce_us, merge_us, travel, within_us, backward)
 
 
 def travel_work(
@@ -196,94 +192,3 @@ def _steps(rows: tuple[np.ndarray, np.ndarray]) -> tuple[tuple[np.ndarray, np.nd
     """Rows inside nodes and across, as a step across and then one inside."""
     near, far = rows
     return (np.zeros_like(near), far), (near, np.zeros_like(far))
-
-
-class _Link:
-    """What one stream of transfers of each rank does, one after the other."""
-
-    def __init__(self, cp_size: int):
-        self.free = np.zeros(cp_size)
-
-    def move(self, start: np.ndarray | float, length_us: np.ndarray) -> np.ndarray:
-        """Begin and end ``[cp, 2]`` of a transfer that may begin at ``start``."""
-        start = np.maximum(self.free, start)
-        self.free = start + length_us
-        return np.stack([start, self.free], axis=1)
-
-
-def simulate(work: DirectionWork) -> Timeline:
-    """Lays the stages of one direction out in time."""
-    return _in_one_step(work) if work.within_us is None else _in_two_steps(work)
-
-
-def _in_two_steps(work: DirectionWork) -> Timeline:
-    assert work.within_us is not None, "there is no step inside nodes"
-    num_stages, cp_size = work.cast_us.shape
-    compute = np.zeros((num_stages + 1, cp_size, 2))
-    cast, reduce = np.zeros((2, num_stages, cp_size, 2))
-    within, travel = np.zeros((2, num_stages, cp_size, 2)), np.zeros((3, cp_size, 2))
-    far, near = _Link(cp_size), _Link(cp_size)
-    kernel_free = np.zeros(cp_size)
-    if work.travel is not None:
-        travel[0] = far.move(0.0, work.travel.out_us)
-    for stage in range(min(num_stages, 2)):
-        cast[stage] = far.move(0.0, work.cast_us[stage])
-    for stage in range(num_stages + 1):
-        begin = kernel_free
-        if stage > 0:
-            begin = np.maximum(begin, within[0, stage - 1, :, 1])
-        if (
-            0 < stage < num_stages
-        ):  # attention waits for the start of the step that is to run beside it
-            begin = np.maximum(begin, cast[stage, :, 1])
-            within[0, stage] = near.move(begin, work.within_us[0, stage])
-            if stage + 1 < num_stages:
-                cast[stage + 1] = far.move(begin, work.cast_us[stage + 1])
-        kernel_free = begin + work.kernel_us[stage] + work.merge_us * (stage > 0)
-        compute[stage] = np.stack([begin, kernel_free], axis=1)
-        if stage == 0 and num_stages:
-            start = np.maximum(kernel_free, cast[0, :, 1])
-            within[0, 0] = near.move(start, work.within_us[0, 0])
-        if stage == 0 and work.travel is not None:
-            begin = np.maximum(kernel_free, travel[0, :, 1])
-            kernel_free = begin + work.travel.kernel_us
-            travel[1] = np.stack([begin, kernel_free], axis=1)
-            travel[2] = far.move(kernel_free, work.travel.return_us)
-        if stage > 0:
-            within[1, stage - 1] = near.move(kernel_free, work.within_us[1, stage - 1])
-            reduce[stage - 1] = far.move(within[1, stage - 1, :, 1], work.reduce_us[stage - 1])
-    return _merged(work, kernel_free, Timeline(compute, cast, reduce, travel, within))
-
-
-def _in_one_step(work: DirectionWork) -> Timeline:
-    num_stages, cp_size = work.cast_us.shape
-    compute = np.zeros((num_stages + 1, cp_size, 2))
-    cast, reduce = np.zeros((2, num_stages, cp_size, 2))
-    travel = np.zeros((3, cp_size, 2))
-    arrived, kernel_free = np.zeros((2, cp_size))
-    link = _Link(cp_size)
-    if work.travel is not None:
-        travel[0] = link.move(0.0, work.travel.out_us)
-    for stage in range(num_stages + 1):
-        begin = np.maximum(kernel_free, arrived)
-        kernel_free = begin + work.kernel_us[stage] + work.merge_us * (stage > 0)
-        compute[stage] = np.stack([begin, kernel_free], axis=1)
-        if stage < num_stages:  # issued first, so that it is ahead of this stage's reduce
-            cast[stage] = link.move(begin, work.cast_us[stage])
-            arrived = link.free
-        if stage == 0 and work.travel is not None:
-            begin = np.maximum(kernel_free, travel[0, :, 1])
-            kernel_free = begin + work.travel.kernel_us
-            travel[1] = np.stack([begin, kernel_free], axis=1)
-            travel[2] = link.move(kernel_free, work.travel.return_us)
-        if stage > 0:
-            reduce[stage - 1] = link.move(kernel_free, work.reduce_us[stage - 1])
-    within = np.zeros((2, num_stages, cp_size, 2))
-    return _merged(work, kernel_free, Timeline(compute, cast, reduce, travel, within))
-
-
-def _merged(work: DirectionWork, kernel_free: np.ndarray, found: Timeline) -> Timeline:
-    """The same, with what travelling queries bring merged when it is there and all stages are done."""
-    if work.travel is not None:
-        found.compute[-1, :, 1] = np.maximum(kernel_free, found.travel[2, :, 1]) + work.merge_us
-    return found

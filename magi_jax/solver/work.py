@@ -1,13 +1,19 @@
 """What ranks exchange and compute under one layout of tokens, before stages are chosen."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from magi_jax.masks import bands
 from magi_jax.solver.dispatch import Layout
 from magi_jax.solver.remote import QueryCut, Remote, find_remote
-from magi_jax.solver.stages import Staged, StageSlices, cut_stages, whole_key_slices
+from magi_jax.solver.stages import (
+    Staged,
+    StageSlices,
+    cut_stages,
+    stage_cutter,
+    whole_key_slices,
+)
 
 
 class Travel(NamedTuple):
@@ -71,6 +77,17 @@ class Work(NamedTuple):
         order = np.argsort(rank, kind="stable")
         slices = np.concatenate([local.slices, home.slices])[order]
         return found._replace(slices=[StageSlices(slices, rank[order]), *found.slices[1:]])
+
+    def cutter(self, ranks_per_node: int) -> Any:
+        """See `stages.stage_cutter`; travelling queries are not part of it."""
+        assert self.keys.layout is not None, "there are no stages where all ranks have all keys"
+        return stage_cutter(self.cut, self.far, self.keys.layout, ranks_per_node)
+
+    def home_slices(self) -> tuple[np.ndarray, np.ndarray]:
+        """What travelling queries see at home: slices ``[A, 6]`` and their ranks ``[A]``."""
+        if self.travel is None:
+            return np.zeros((0, bands.NUM_COLUMNS), np.int64), np.zeros(0, np.int64)
+        return self.travel.home.slices, self.travel.home.rank
 
 
 def find_work(

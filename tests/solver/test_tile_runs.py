@@ -43,7 +43,8 @@ def test_engines_write_ranges_alike():
     tables = [np.full((3, 200), -7, np.int32) for _ in range(2)]
     for engine, table in zip(("compiled", "numpy"), tables, strict=True):
         write_ranges(engine, table, rank, at, count, 1000 - 5 * at)
-    assert (tables[0] == tables[1]).all() and (tables[0] != -7).sum() == count.sum()
+    assert (tables[0] == tables[1]).all()
+    assert (tables[0] != -7).sum() == count.sum()
     with pytest.raises(ValueError, match="outside of the table"):
         write_ranges("compiled", tables[0], *(np.array([x]) for x in (0, 198, 3, 0)))
 

@@ -7,11 +7,13 @@ import pytest
 
 from magi_jax import masks
 from magi_jax.masks import bands
-from magi_jax.solver import dispatch, timeline
+from magi_jax.solver import dispatch, schedule, timeline
 from magi_jax.solver.cost_model import CostModel
-from magi_jax.solver.overlap import Machine, choose_stages
+from magi_jax.solver.overlap import CompiledTimes, Machine, NumpyTimes, choose_stages
 from magi_jax.solver.stages import StageSlices
+from magi_jax.solver.travelling import Ranges, split_slices
 from magi_jax.solver.work import Keys, find_work, traffic
+from magi_jax.testing.cases import mask_cases
 
 PLAIN = CostModel(
     num_heads=10,
@@ -66,35 +68,81 @@ def test_a_rank_is_held_up_by_the_worse_of_both_directions():
 
 
 def test_forward_hides_casts_behind_kernels():
-    hidden = timeline.simulate(work_of([10, 10, 10], [8, 9], [0, 0]))
+    hidden = schedule.simulate(work_of([10, 10, 10], [8, 9], [0, 0]))
     assert hidden.predicted_us == 30
     assert hidden.cast[:, 0].tolist() == [[0, 8], [10, 19]]
     work = work_of([10, 10, 10], [25, 9], [0, 0])
-    waiting = timeline.simulate(work)
+    waiting = schedule.simulate(work)
     assert waiting.compute[:, 0].tolist() == [[0, 10], [25, 35], [35, 45]]
     assert waiting.efficiency(work.busy_us) == pytest.approx(30 / 45)
 
 
 def test_backward_ends_with_the_last_reduce():
     # The second reduce waits for its kernel.
-    backward = timeline.simulate(work_of([20, 20, 20], [5, 5], [7, 7]))
+    backward = schedule.simulate(work_of([20, 20, 20], [5, 5], [7, 7]))
     assert backward.compute[-1, 0].tolist() == [40, 60]
     assert backward.reduce[:, 0].tolist() == [[40, 47], [60, 67]]
     assert backward.predicted_us == 67
 
 
+def test_backward_computes_own_keys_last_beside_the_last_reduce():
+    work = work_of([20, 10, 10], [5, 5], [7, 30])._replace(own_keys_last=True)
+    found = schedule.simulate(work)
+    assert found.cast[:, 0].tolist() == [[0, 5], [5, 10]]
+    assert found.compute[:, 0].tolist() == [[25, 45], [5, 15], [15, 25]]
+    assert found.reduce[:, 0].tolist() == [[15, 22], [25, 55]]
+    assert found.predicted_us == 55
+
+
+def test_backward_in_two_steps_waits_for_the_last_step_inside_the_node():
+    work = work_of([20, 10], [5], [7])._replace(own_keys_last=True)
+    found = schedule.simulate(work._replace(within_us=np.array([[[2.0]], [[3.0]]])))
+    assert found.cast[0, 0].tolist() == [0, 5]
+    assert found.within[:, 0, 0].tolist() == [[5, 7], [17, 20]]
+    assert found.compute[:, 0].tolist() == [[20, 40], [7, 17]]
+    assert found.reduce[0, 0].tolist() == [20, 27]
+
+
+@pytest.mark.parametrize("name", ["varlen_causal", "block_causal_global", "causal", "empty"])
+def test_engines_predict_the_same_times(name):
+    rng = np.random.default_rng(len(name))
+    mask = {**mask_cases(384), "empty": masks.empty(384)}[name]
+    edges = dispatch.chunk_edges(384, 13)
+    owner = rng.permutation(np.arange(len(edges) - 1) % 6)
+    layout = dispatch.make_layout(dispatch.Assignment(edges, owner), 6)
+    machine = Machine(2, CostModel(node_link_gbps=5.0, latency_us=0.5))
+    for ranges in (Ranges(*np.zeros((2, 0), np.int64)), Ranges(np.array([40]), np.array([90]))):
+        home, away = split_slices(mask.slices, ranges)
+        works = [find_work(home, away, layout, Keys(layout, 78), e) for e in ("numpy", "compiled")]
+        twin, compiled = NumpyTimes(works[0], 78, machine), CompiledTimes(works[1], 78, machine)
+        for two_level in (False, True):
+            for a, b in zip(twin.held_up(two_level), compiled.held_up(two_level), strict=True):
+                assert a.tolist() == b.tolist()
+            for count, turned in ((1, False), (2, False), (4, False), (3, True), (4, True)):
+                kind = count, turned, two_level
+                assert compiled.times_us(*kind) == pytest.approx(twin.times_us(*kind), rel=1e-12)
+                per_node = 2 if two_level else None
+                staged = [work.staged(count, turned, per_node) for work in works]
+                assert all(map(np.array_equal, staged[0].remote, staged[1].remote))
+        choices = [choose_stages(work, 78, machine) for work in works]
+        assert choices[0].two_level == choices[1].two_level
+        for way in ("forward", "backward"):
+            remote = [getattr(choice, way).remote for choice in choices]
+            assert all(map(np.array_equal, *remote))
+
+
 def test_merging_costs_once_for_each_remote_stage():
-    assert timeline.simulate(work_of([10, 10, 10], [1, 1], [0, 0], merge_us=3)).predicted_us == 36
+    assert schedule.simulate(work_of([10, 10, 10], [1, 1], [0, 0], merge_us=3)).predicted_us == 36
 
 
 def test_travelling_queries_leave_first_and_return_behind_the_next_cast():
     work = work_of([10, 10], [8], [0], merge_us=1, travel=(4, 6, 5))
-    found = timeline.simulate(work)
+    found = schedule.simulate(work)
     assert found.travel[:, 0].tolist() == [[0, 4], [10, 16], [16, 21]]
     assert found.cast[0, 0].tolist() == [4, 12]
     assert found.compute[:, 0].tolist() == [[0, 10], [16, 28]]
     assert work.busy_us == 26
-    late = timeline.simulate(work_of([10, 10], [8], [0], merge_us=1, travel=(4, 6, 50)))
+    late = schedule.simulate(work_of([10, 10], [8], [0], merge_us=1, travel=(4, 6, 50)))
     assert late.predicted_us == 16 + 50 + 1
 
 
@@ -119,7 +167,7 @@ def test_the_fastest_of_one_to_four_stages_is_chosen_for_each_direction():
             direction = timeline.direction_work(
                 timeline.shapes_of(staged.slices, 2, model), rows, 2048, model, bool(backward)
             )
-            found_us = timeline.simulate(direction).predicted_us
+            found_us = schedule.simulate(direction).predicted_us
             assert found_us <= min(times_us)
             least_us += found_us
             chosen.add((bool(backward), count))
@@ -135,7 +183,7 @@ def predict(work, count, turned, model, backward):
     direction = timeline.direction_work(
         timeline.shapes_of(staged.slices, 2, model, "compiled"), rows, 2048, model, backward
     )
-    return timeline.simulate(direction).predicted_us
+    return schedule.simulate(direction).predicted_us
 
 
 def test_cutting_a_stage_keeps_its_rows_and_lowers_its_rate():

@@ -1,49 +1,16 @@
 #include "xla_ffi/solver/bind_tables.h"
 
-#include <pybind11/numpy.h>
-
 #include <algorithm>
 #include <numeric>
-#include <stdexcept>
-#include <utility>
 #include <vector>
 
-#include "xla_ffi/solver/lay_out.h"
+#include "xla_ffi/solver/arrays.h"
 #include "xla_ffi/solver/tile_runs.h"
 #include "xla_ffi/solver/transfer.h"
 #include "xla_ffi/solver/units.h"
 
 namespace magi_jax::solver {
 namespace {
-
-namespace py = pybind11;
-template <typename T>
-using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
-using Ints = Array<int64_t>;
-
-void Require(bool holds, const char* what) {
-  if (!holds) throw std::invalid_argument(what);
-}
-
-// Rows of a table [N, width] as structs, and back.
-template <typename Row>
-const Row* RowsOf(const Ints& table) {
-  Require(table.size() % (sizeof(Row) / sizeof(int64_t)) == 0, "a table has the wrong width");
-  return reinterpret_cast<const Row*>(table.data());
-}
-
-template <typename Row>
-Ints Table(const std::vector<Row>& rows) {
-  constexpr int64_t width = sizeof(Row) / sizeof(int64_t);
-  Ints out({static_cast<int64_t>(rows.size()), width});
-  if (!rows.empty())
-    std::copy(rows.begin(), rows.end(), reinterpret_cast<Row*>(out.mutable_data()));
-  return out;
-}
-
-Ints Column(const std::vector<int64_t>& values) {
-  return Ints(static_cast<py::ssize_t>(values.size()), values.data());
-}
 
 // Rows of each part, padded with zeros to what `round` makes of the longest: [P, L, width].
 py::array_t<int32_t> Pad(const int32_t* rows, const std::vector<int64_t>& before, int64_t width,
@@ -151,14 +118,6 @@ void RunWriteRanges(py::array_t<int32_t, py::array::c_style>& table, const Ints&
   }
 }
 
-Layout LayoutOf(const Ints& edges, const Ints& owner, const Ints& offset, int64_t num_ranks) {
-  Require(edges.size() == owner.size() + 1 && offset.size() == owner.size(),
-          "arrays of a layout do not fit together");
-  for (py::ssize_t g = 0; g < owner.size(); ++g)
-    Require(owner.data()[g] >= 0 && owner.data()[g] < num_ranks, "an owner is out of range");
-  return {edges.data(), owner.data(), offset.data(), owner.size(), num_ranks};
-}
-
 // (slices [B, 6], rank [B], q_offset [B], remote [E, 7]): see lay_out.h. Two layouts, of the
 // queries and of the keys.
 py::tuple RunFindRemote(const Ints& slices, const Ints& edges, const Ints& owner,
@@ -170,33 +129,6 @@ py::tuple RunFindRemote(const Ints& slices, const Ints& edges, const Ints& owner
   const QueryCut cut = CutQueries(RowsOf<BandSlice>(slices), slices.size() / 6, layout);
   return py::make_tuple(Table(cut.slices), Column(cut.rank), Column(cut.q_offset),
                         Table(FindRemote(cut, keys)));
-}
-
-// (remote [E, 7], slices [C, 6], group [C]) of a cut and its remote ranges, in stages; the ranges
-// may be in stages already.
-py::tuple RunCutStages(const Ints& slices, const Ints& rank, const Ints& q_offset,
-                       const Ints& remote, const Ints& edges, const Ints& owner, const Ints& offset,
-                       int64_t num_ranks, int64_t num_stages, bool turned, bool is_split) {
-  const Layout layout = LayoutOf(edges, owner, offset, num_ranks);
-  Require(slices.size() == 6 * rank.size() && q_offset.size() == rank.size(),
-          "arrays of a cut do not fit together");
-  const auto* rows = RowsOf<BandSlice>(slices);
-  const QueryCut cut = {{rows, rows + rank.size()},
-                        {rank.data(), rank.data() + rank.size()},
-                        {q_offset.data(), q_offset.data() + rank.size()}};
-  const auto* ranges = RowsOf<RemoteRange>(remote);
-  std::vector<RemoteRange> far(ranges, ranges + remote.size() / 7);
-  int64_t last = 0;
-  for (const RemoteRange& range : far) {
-    Require(range.dst >= last && range.dst < num_ranks, "ranges must rise by receiver");
-    Require(range.stage >= 0 && range.stage < std::max<int64_t>(num_stages, 1),
-            "a stage is out of range");
-    last = range.dst;
-  }
-  for (int64_t r : cut.rank) Require(r >= 0 && r < num_ranks, "a rank is out of range");
-  if (num_stages > 1 && !is_split) far = SplitStages(far, num_ranks, num_stages, turned);
-  const StageSlices stages = CutStages(cut, far, layout, num_stages);
-  return py::make_tuple(Table(far), Table(stages.slices), Column(stages.group));
 }
 
 // (send [E, 5], send_rank [E], recv [E, 5], recv_rank [E], pair_rows, self_rows, dst_rows).
@@ -228,10 +160,6 @@ void BindTables(py::module_& m) {
   m.def("write_ranges", &RunWriteRanges, py::arg("table").noconvert(), py::arg("rank"),
         py::arg("at"), py::arg("count"), py::arg("first"));
   m.def("find_remote", &RunFindRemote);
-  m.def("cut_stages", &RunCutStages, py::arg("slices"), py::arg("rank"), py::arg("q_offset"),
-        py::arg("remote"), py::arg("edges"), py::arg("owner"), py::arg("offset"),
-        py::arg("num_ranks"), py::arg("num_stages"), py::arg("turned"),
-        py::arg("is_split") = false);
   m.def("sort_pieces", &RunSortPieces);
 }
 

@@ -18,27 +18,6 @@ struct KeySegment {
   int64_t begin, end, stage, k_offset;
 };
 
-// Received rows [begin, end) of a rank, counted in global order, which land in the buffer of one
-// stage from row `offset` on.
-struct Cell {
-  int64_t begin, end, stage, offset;
-};
-
-// Stages of equal size from row `start` on, round to it again.
-std::vector<Cell> StageCells(int64_t rows, int64_t start, int64_t num_stages) {
-  std::vector<Cell> cells;
-  for (int64_t stage = 0; stage < num_stages; ++stage) {
-    const int64_t begin = start + rows * stage / num_stages;
-    const int64_t end = start + rows * (stage + 1) / num_stages;
-    const int64_t beyond = std::max<int64_t>(end - std::max(begin, rows), 0);
-    if (beyond > 0) cells.push_back({end - beyond - rows, end - rows, stage, 0});
-    if (begin < std::min(end, rows)) cells.push_back({begin, std::min(end, rows), stage, beyond});
-  }
-  std::sort(cells.begin(), cells.end(),
-            [](const Cell& a, const Cell& b) { return a.begin < b.begin; });
-  return cells;
-}
-
 struct Piece {
   BandSlice slice;
   int64_t group;
@@ -100,6 +79,20 @@ StageSlices JoinRectangles(const std::vector<Piece>& pieces, int64_t num_groups)
 
 }  // namespace
 
+std::vector<StageCell> StageCells(int64_t rows, int64_t start, int64_t num_stages) {
+  std::vector<StageCell> cells;
+  for (int64_t stage = 0; stage < num_stages; ++stage) {
+    const int64_t begin = start + rows * stage / num_stages;
+    const int64_t end = start + rows * (stage + 1) / num_stages;
+    const int64_t beyond = std::max<int64_t>(end - std::max(begin, rows), 0);
+    if (beyond > 0) cells.push_back({end - beyond - rows, end - rows, stage, 0});
+    if (begin < std::min(end, rows)) cells.push_back({begin, std::min(end, rows), stage, beyond});
+  }
+  std::sort(cells.begin(), cells.end(),
+            [](const StageCell& a, const StageCell& b) { return a.begin < b.begin; });
+  return cells;
+}
+
 QueryCut CutQueries(const BandSlice* slices, int64_t num_slices, const Layout& layout) {
   std::vector<std::vector<std::pair<BandSlice, int64_t>>> by_rank(layout.num_ranks);
   for (int64_t i = 0; i < num_slices; ++i) {
@@ -152,7 +145,7 @@ std::vector<RemoteRange> SplitStages(const std::vector<RemoteRange>& remote, int
   std::vector<int64_t> rows(num_ranks, 0);
   for (const RemoteRange& range : remote) rows[range.dst] += range.end - range.begin;
   std::vector<RemoteRange> out;
-  std::vector<Cell> cells;
+  std::vector<StageCell> cells;
   auto cell = cells.begin();
   for (size_t i = 0; i < remote.size(); ++i) {
     const RemoteRange& range = remote[i];

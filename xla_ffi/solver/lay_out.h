@@ -39,6 +39,15 @@ struct StageSlices {
   std::vector<int64_t> group;
 };
 
+// Received rows [begin, end), counted in global order, which land in the buffer of one stage from
+// row `offset` on.
+struct StageCell {
+  int64_t begin, end, stage, offset;
+};
+
+// Stages of equal size of `rows` rows, from row `start` on and round to it again; rising.
+std::vector<StageCell> StageCells(int64_t rows, int64_t start, int64_t num_stages);
+
 QueryCut CutQueries(const BandSlice* slices, int64_t num_slices, const Layout& layout);
 
 // Exactly the distinct keys that each rank sees and does not own, all in stage 0. Here and below

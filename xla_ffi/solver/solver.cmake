@@ -2,13 +2,16 @@
 
 # Plans must not depend on whether a compiler fuses multiplications and additions.
 pybind11_add_module(_planner NO_EXTRAS
+  xla_ffi/solver/bind_stages.cc
   xla_ffi/solver/bind_tables.cc
   xla_ffi/solver/binding.cc
   xla_ffi/solver/deal.cc
   xla_ffi/solver/greedy.cc
   xla_ffi/solver/lay_out.cc
+  xla_ffi/solver/node_stages.cc
   xla_ffi/solver/placement.cc
   xla_ffi/solver/refine.cc
+  xla_ffi/solver/stage_times.cc
   xla_ffi/solver/tile_runs.cc
   xla_ffi/solver/transfer.cc
   xla_ffi/solver/units.cc)

@@ -1,0 +1,158 @@
+"""Lays the work of one direction out in time.
+
+A rank has one compute stream and one communication stream. Forward, own keys come first: the cast of a stage
+is issued when the attention of the stage before it starts. Travelling queries leave before everything and
+are computed after own keys. Backward, own keys come last, and hide the way back of the last stage's dK and
+dV; nothing hides the first cast. The dK and dV of a stage leave when its attention is done.
+
+Where rows move in two steps (`solver/two_level.py`), a rank has a stream for each: rows cross between nodes
+two stages ahead, and move inside the node one stage ahead, both beside attention. Only the second step of
+the first stage comes between two attentions, or before all of them, since nothing is left to hide it
+behind; and in the backward pass the first step of the last gradients' way.
+"""
+
+import numpy as np
+
+from magi_jax.solver.timeline import DirectionWork, Timeline
+
+
+class _Link:
+    """What one stream of transfers of each rank does, one after the other."""
+
+    def __init__(self, cp_size: int):
+        self.free = np.zeros(cp_size)
+
+    def move(self, start: np.ndarray | float, length_us: np.ndarray) -> np.ndarray:
+        """Begin and end ``[cp, 2]`` of a transfer that may begin at ``start``."""
+        start = np.maximum(self.free, start)
+        self.free = start + length_us
+        return np.stack([start, self.free], axis=1)
+
+
+def simulate(work: DirectionWork) -> Timeline:
+    """Lays the stages of one direction out in time."""
+    if work.within_us is not None:
+        return _in_two_steps(work)
+    return _backward_in_one_step(work) if work.own_keys_last else _forward_in_one_step(work)
+
+
+def _nothing(work: DirectionWork) -> Timeline:
+    """All of length zero."""
+    num_stages, cp_size = work.cast_us.shape
+    sizes = ((num_stages + 1,), (num_stages,), (num_stages,), (3,), (2, num_stages))
+    return Timeline(*(np.zeros((*size, cp_size, 2)) for size in sizes))
+
+
+def _forward_in_one_step(work: DirectionWork) -> Timeline:
+    found, link = _nothing(work), _Link(work.cast_us.shape[1])
+    num_stages = len(work.cast_us)
+    arrived = kernel_free = np.zeros_like(link.free)
+    if work.travel is not None:
+        found.travel[0] = link.move(0.0, work.travel.out_us)
+    for stage in range(num_stages + 1):
+        begin = np.maximum(kernel_free, arrived)
+        kernel_free = begin + work.kernel_us[stage] + work.merge_us * (stage > 0)
+        found.compute[stage] = np.stack([begin, kernel_free], axis=1)
+        if stage < num_stages:  # issued first, so that it is ahead of this stage's reduce
+            found.cast[stage] = link.move(begin, work.cast_us[stage])
+            arrived = link.free
+        if stage == 0:
+            kernel_free = _travel(work, found, link, kernel_free)
+        if stage > 0:
+            found.reduce[stage - 1] = link.move(kernel_free, work.reduce_us[stage - 1])
+    return _merged(work, kernel_free, found, num_stages)
+
+
+def _backward_in_one_step(work: DirectionWork) -> Timeline:
+    found, link = _nothing(work), _Link(work.cast_us.shape[1])
+    num_stages = len(work.cast_us)
+    kernel_free = np.zeros_like(link.free)
+    if num_stages:
+        found.cast[0] = link.move(0.0, work.cast_us[0])
+    if work.travel is not None:
+        found.travel[0] = link.move(0.0, work.travel.out_us)
+    for stage in range(1, num_stages + 1):
+        begin = np.maximum(kernel_free, found.cast[stage - 1, :, 1])
+        if stage < num_stages:
+            found.cast[stage] = link.move(begin, work.cast_us[stage])
+        kernel_free = begin + work.kernel_us[stage] + work.merge_us
+        found.compute[stage] = np.stack([begin, kernel_free], axis=1)
+        found.reduce[stage - 1] = link.move(kernel_free, work.reduce_us[stage - 1])
+    kernel_free = _local(work, found, kernel_free)
+    kernel_free = _travel(work, found, link, kernel_free)
+    return _merged(work, kernel_free, found, 0)
+
+
+def _in_two_steps(work: DirectionWork) -> Timeline:
+    found = _nothing(work)
+    num_stages, cp_size = work.cast_us.shape
+    far, near = _Link(cp_size), _Link(cp_size)
+    kernel_free = _begin_two_steps(work, found, far, near)
+    assert work.within_us is not None, "there is no step inside nodes"
+    for stage in range(1, num_stages + 1):
+        begin = np.maximum(kernel_free, found.within[0, stage - 1, :, 1])
+        if stage < num_stages:
+            # Attention waits for the start of the step that is to run beside it.
+            begin = np.maximum(begin, found.cast[stage, :, 1])
+            found.within[0, stage] = near.move(begin, work.within_us[0, stage])
+            if stage + 1 < num_stages:
+                found.cast[stage + 1] = far.move(begin, work.cast_us[stage + 1])
+        kernel_free = begin + work.kernel_us[stage] + work.merge_us
+        found.compute[stage] = np.stack([begin, kernel_free], axis=1)
+        found.within[1, stage - 1] = near.move(kernel_free, work.within_us[1, stage - 1])
+        start = found.within[1, stage - 1, :, 1]
+        found.reduce[stage - 1] = far.move(start, work.reduce_us[stage - 1])
+    if not work.own_keys_last:
+        return _merged(work, kernel_free, found, num_stages)
+    if num_stages:
+        kernel_free = np.maximum(kernel_free, near.free)
+    kernel_free = _local(work, found, kernel_free)
+    return _merged(work, _travel(work, found, far, kernel_free), found, 0)
+
+
+def _begin_two_steps(work: DirectionWork, found: Timeline, far: _Link, near: _Link) -> np.ndarray:
+    """All that comes before the attention of the first remote stage; when kernels are free."""
+    assert work.within_us is not None, "there is no step inside nodes"
+    num_stages = len(work.cast_us)
+    kernel_free = np.zeros_like(far.free)
+    if work.travel is not None and not work.own_keys_last:
+        found.travel[0] = far.move(0.0, work.travel.out_us)
+    for stage in range(min(num_stages, 2)):
+        found.cast[stage] = far.move(0.0, work.cast_us[stage])
+    if work.travel is not None and work.own_keys_last:
+        found.travel[0] = far.move(0.0, work.travel.out_us)
+    if not work.own_keys_last:
+        kernel_free = _local(work, found, kernel_free)
+    if num_stages:
+        start = np.maximum(kernel_free, found.cast[0, :, 1])
+        found.within[0, 0] = near.move(start, work.within_us[0, 0])
+    return kernel_free if work.own_keys_last else _travel(work, found, far, kernel_free)
+
+
+def _local(work: DirectionWork, found: Timeline, begin: np.ndarray) -> np.ndarray:
+    """Attention over own keys; when it ends."""
+    found.compute[0] = np.stack([begin, begin + work.kernel_us[0]], axis=1)
+    return found.compute[0, :, 1].copy()
+
+
+def _travel(
+    work: DirectionWork, found: Timeline, link: _Link, kernel_free: np.ndarray
+) -> np.ndarray:
+    """Attention of the queries that came, and the way back of its results; when it ends."""
+    if work.travel is None:
+        return kernel_free
+    begin = np.maximum(kernel_free, found.travel[0, :, 1])
+    kernel_free = begin + work.travel.kernel_us
+    found.travel[1] = np.stack([begin, kernel_free], axis=1)
+    found.travel[2] = link.move(kernel_free, work.travel.return_us)
+    return kernel_free
+
+
+def _merged(
+    work: DirectionWork, kernel_free: np.ndarray, found: Timeline, last_stage: int
+) -> Timeline:
+    """The same, with what travelling queries bring merged when it is there and all stages are done."""
+    if work.travel is not None:
+        done = np.maximum(kernel_free, found.travel[2, :, 1]) + work.merge_us
+        found.compute[last_stage, :, 1] = done
+    return found

@@ -1,0 +1,156 @@
+#include "xla_ffi/solver/bind_stages.h"
+
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "xla_ffi/solver/arrays.h"
+#include "xla_ffi/solver/stage_times.h"
+
+namespace magi_jax::solver {
+namespace {
+
+using Doubles = Array<double>;
+
+// The work of one layout, from which stages are cut: see stages.py.
+class StageCutter {
+ public:
+  // A cut (slices [B, 6], rank [B], q_offset [B]), ranges that travel [E, 7] in one stage, and the
+  // layout of the keys.
+  StageCutter(const Ints& slices, const Ints& rank, const Ints& q_offset, const Ints& remote,
+              Ints edges, Ints owner, Ints offset, int64_t num_ranks, int64_t ranks_per_node)
+      : edges_(std::move(edges)),
+        owner_(std::move(owner)),
+        offset_(std::move(offset)),
+        layout_(LayoutOf(edges_, owner_, offset_, num_ranks)),
+        ranks_per_node_(ranks_per_node) {
+    Require(slices.size() == 6 * rank.size() && q_offset.size() == rank.size(),
+            "arrays of a cut do not fit together");
+    Require(ranks_per_node >= 1, "a node has at least one rank");
+    const auto* rows = RowsOf<BandSlice>(slices);
+    cut_ = {{rows, rows + rank.size()},
+            {rank.data(), rank.data() + rank.size()},
+            {q_offset.data(), q_offset.data() + rank.size()}};
+    for (int64_t r : cut_.rank) Require(r >= 0 && r < num_ranks, "a rank is out of range");
+    const auto* ranges = RowsOf<RemoteRange>(remote);
+    far_.assign(ranges, ranges + remote.size() / 7);
+    int64_t last = 0;
+    for (RemoteRange& range : far_) {
+      Require(range.dst >= last && range.dst < num_ranks, "ranges must rise by receiver");
+      Require(range.src >= 0 && range.src < num_ranks, "a sender is out of range");
+      range.stage = 0;
+      last = range.dst;
+    }
+  }
+
+  // (remote [E, 7], slices [C, 6], group [C]).
+  py::tuple Cut(int64_t num_stages, bool turned, bool two_level) const {
+    LinkRows rows(num_stages, layout_.num_ranks);
+    const std::vector<RemoteRange> far = Split(num_stages, turned, two_level, &rows);
+    const StageSlices stages = CutStages(cut_, far, layout_, num_stages);
+    return py::make_tuple(Table(far), Table(stages.slices), Column(stages.group));
+  }
+
+  // Predicted times (forward, backward) of stages, in microseconds.
+  //
+  // local: further slices [A, 6] of stage 0 and their ranks [A].
+  // rates: for each direction (log_keys [P], tflops [P], us_per_cell, cast_bytes, reduce_bytes,
+  //   link_gbps, node_link_gbps, latency_us, merge_us).
+  // travel: for each direction (out, kernel, return) [3, R], or None.
+  std::pair<double, double> Predict(
+      int64_t num_stages, bool turned, bool two_level, const std::pair<Ints, Ints>& local,
+      const std::pair<py::tuple, py::tuple>& rates,
+      const std::optional<std::pair<Doubles, Doubles>>& travel) const {
+    const int64_t num_ranks = layout_.num_ranks;
+    LinkRows rows(num_stages, num_ranks);
+    const std::vector<RemoteRange> far = Split(num_stages, turned, two_level, &rows);
+    const StageSlices stages = CutStages(cut_, far, layout_, num_stages);
+    const RatesOf forward(rates.first, false), backward(rates.second, true);
+    const auto num_groups = static_cast<size_t>((num_stages + 1) * num_ranks);
+    KernelTimes times = {std::vector<double>(num_groups, 0.0),
+                         std::vector<double>(num_groups, 0.0)};
+    AddKernelTimes(stages.slices.data(), stages.group.data(),
+                   static_cast<int64_t>(stages.group.size()), forward.rates, backward.rates,
+                   &times);
+    Require(local.first.size() == 6 * local.second.size(), "slices and ranks do not fit together");
+    for (py::ssize_t i = 0; i < local.second.size(); ++i)
+      Require(local.second.data()[i] >= 0 && local.second.data()[i] < num_ranks,
+              "a rank is out of range");
+    AddKernelTimes(RowsOf<BandSlice>(local.first), local.second.data(), local.second.size(),
+                   forward.rates, backward.rates, &times);
+    const auto travels = [&](const Doubles& of) {
+      Require(of.size() == 3 * num_ranks, "three times of each rank are needed");
+      return TravelTimes{of.data(), of.data() + num_ranks, of.data() + 2 * num_ranks};
+    };
+    const TravelTimes none = {nullptr, nullptr, nullptr};
+    return {PredictUs(times.forward_us, rows, num_ranks, num_stages, two_level, forward.rates,
+                      travel ? travels(travel->first) : none),
+            PredictUs(times.backward_us, rows, num_ranks, num_stages, two_level, backward.rates,
+                      travel ? travels(travel->second) : none)};
+  }
+
+  // Rows that hold each rank up, were they all in one stage: [2, R], inside the node and across.
+  Ints HeldUp(bool two_level) const {
+    const int64_t num_ranks = layout_.num_ranks;
+    LinkRows rows(1, num_ranks);
+    Split(1, false, two_level, &rows);
+    Ints out({int64_t{2}, num_ranks});
+    for (int64_t r = 0; r < num_ranks; ++r) {
+      out.mutable_data()[r] = std::max(rows.near_in[r], rows.near_out[r]);
+      out.mutable_data()[num_ranks + r] = std::max(rows.far_in[r], rows.far_out[r]);
+    }
+    return out;
+  }
+
+ private:
+  // Keeps the arrays alive that Rates point into.
+  struct RatesOf {
+    RatesOf(const py::tuple& of, bool own_keys_last)
+        : log_keys(of[0].cast<Doubles>()), tflops(of[1].cast<Doubles>()) {
+      Require(log_keys.size() > 0 && log_keys.size() == tflops.size(), "rates need points");
+      rates = {log_keys.data(),      tflops.data(),        log_keys.size(),
+               of[2].cast<double>(), of[3].cast<double>(), of[4].cast<double>(),
+               of[5].cast<double>(), of[6].cast<double>(), of[7].cast<double>(),
+               of[8].cast<double>(), own_keys_last};
+    }
+    Doubles log_keys, tflops;
+    Rates rates;
+  };
+
+  std::vector<RemoteRange> Split(int64_t num_stages, bool turned, bool two_level,
+                                 LinkRows* rows) const {
+    Require(num_stages >= 0, "there is no negative number of stages");
+    const int64_t num_ranks = layout_.num_ranks;
+    if (num_stages == 0) return {};
+    if (two_level) {
+      Require(num_ranks % ranks_per_node_ == 0, "ranks are not whole nodes");
+      return SplitNodeStages(far_, num_ranks, num_stages, ranks_per_node_, turned, rows);
+    }
+    std::vector<RemoteRange> far =
+        num_stages > 1 ? SplitStages(far_, num_ranks, num_stages, turned) : far_;
+    *rows = CountLinkRows(far, num_ranks, num_stages, ranks_per_node_);
+    return far;
+  }
+
+  Ints edges_, owner_, offset_;
+  Layout layout_;
+  int64_t ranks_per_node_;
+  QueryCut cut_;
+  std::vector<RemoteRange> far_;
+};
+
+}  // namespace
+
+void BindStages(py::module_& m) {
+  py::class_<StageCutter>(m, "StageCutter")
+      .def(py::init<const Ints&, const Ints&, const Ints&, const Ints&, Ints, Ints, Ints, int64_t,
+                    int64_t>())
+      .def("cut", &StageCutter::Cut)
+      .def("predict", &StageCutter::Predict)
+      .def("held_up", &StageCutter::HeldUp);
+}
+
+}  // namespace magi_jax::solver

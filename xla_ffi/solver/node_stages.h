@@ -1,0 +1,37 @@
+// Rows that links move in each stage, and stages of transfers that cross between nodes once for
+// each row: magi_jax/solver/two_level.py in C++.
+
+#ifndef MAGI_JAX_XLA_FFI_SOLVER_NODE_STAGES_H_
+#define MAGI_JAX_XLA_FFI_SOLVER_NODE_STAGES_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "xla_ffi/solver/lay_out.h"
+
+namespace magi_jax::solver {
+
+// Rows that each rank receives and sends in each stage, inside its node and across nodes: [S, R].
+struct LinkRows {
+  LinkRows(int64_t num_stages, int64_t num_ranks)
+      : near_in(num_stages * num_ranks, 0),
+        near_out(near_in.size(), 0),
+        far_in(near_in.size(), 0),
+        far_out(near_in.size(), 0) {}
+
+  std::vector<int64_t> near_in, near_out, far_in, far_out;
+};
+
+// Of rows that go to their receivers in one step.
+LinkRows CountLinkRows(const std::vector<RemoteRange>& remote, int64_t num_ranks,
+                       int64_t num_stages, int64_t ranks_per_node);
+
+// Cuts the distinct rows of each node into stages, and counts what both steps of their way move:
+// first to the rank with the owner's place in the receivers' node, then on inside the node.
+std::vector<RemoteRange> SplitNodeStages(const std::vector<RemoteRange>& remote, int64_t num_ranks,
+                                         int64_t num_stages, int64_t ranks_per_node, bool turned,
+                                         LinkRows* moved);
+
+}  // namespace magi_jax::solver
+
+#endif  // MAGI_JAX_XLA_FFI_SOLVER_NODE_STAGES_H_

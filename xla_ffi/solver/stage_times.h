@@ -1,0 +1,46 @@
+// What stages are predicted to take: magi_jax/solver/timeline.py and schedule.py in C++.
+
+#ifndef MAGI_JAX_XLA_FFI_SOLVER_STAGE_TIMES_H_
+#define MAGI_JAX_XLA_FFI_SOLVER_STAGE_TIMES_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "xla_ffi/solver/lay_out.h"
+#include "xla_ffi/solver/node_stages.h"
+
+namespace magi_jax::solver {
+
+// Rates of one direction of a layer on a machine.
+struct Rates {
+  const double* log_keys;  // [P] rising
+  const double* tflops;    // [P]
+  int64_t num_points;      // P
+  double us_per_cell;      // at 1 TFLOP/s
+  double cast_bytes;       // of a row of keys and values
+  double reduce_bytes;     // of a row of their gradients; 0 in the forward direction
+  double link_gbps, node_link_gbps, latency_us, merge_us;
+  bool own_keys_last;
+};
+
+// Times of travelling queries, [R] each; null where none travel.
+struct TravelTimes {
+  const double *out_us, *kernel_us, *return_us;
+};
+
+// Kernel times of each group of slices in both directions, microseconds [num_groups] each.
+struct KernelTimes {
+  std::vector<double> forward_us, backward_us;
+};
+
+// Adds the slices [num_slices] of groups `group`.
+void AddKernelTimes(const BandSlice* slices, const int64_t* group, int64_t num_slices,
+                    const Rates& forward, const Rates& backward, KernelTimes* times);
+
+// When the last rank is done with one direction.
+double PredictUs(const std::vector<double>& kernel_us, const LinkRows& rows, int64_t num_ranks,
+                 int64_t num_stages, bool two_steps, const Rates& rates, const TravelTimes& travel);
+
+}  // namespace magi_jax::solver
+
+#endif  // MAGI_JAX_XLA_FFI_SOLVER_STAGE_TIMES_H_
