@@ -90,7 +90,7 @@ def _draw_area(axes, report: PlanReport, colors) -> None:
     axes.axhline(bottom.mean(), color="black", linewidth=0.8, linestyle="--")
     axes.set(
         title=f"Area of each rank: imbalance {report.imbalance:.3f} (dashed: mean)\n"
-        "local keys below, remote stages paler above, queries that travelled grey",
+        "local keys below, remote ones paler, travelled grey",
         xlabel="rank",
         ylabel="(query, key) pairs",
         xticks=_ticks(report.cp_size),
@@ -103,7 +103,7 @@ def _draw_traffic(figure, axes, report: PlanReport) -> None:
     share = report.recv_rows.max() / max(report.ring_rows.max(), 1)
     nodes = ""
     if report.ranks_per_node < report.cp_size:
-        nodes = f", {report.crossing_rows.sum():,} rows cross between nodes"
+        nodes = f"\n{report.crossing_rows.sum():,} in all cross between nodes"
         for edge in range(report.ranks_per_node, report.cp_size, report.ranks_per_node):
             axes.axhline(edge - 0.5, color="white", linewidth=0.4)
             axes.axvline(edge - 0.5, color="white", linewidth=0.4)

@@ -24,8 +24,8 @@ def draw_timeline(axes, timeline: Timeline, name: str) -> None:
         color = COMPUTE_COLORS[min(stage, 1)]
         _bars(axes, ranks - HEIGHT / 2, spans, color, label, edge="white")
     for parts, color, label in (
-        (timeline.cast, CAST_COLOR, "cast of keys and values"),
-        (timeline.reduce, REDUCE_COLOR, "reduce of their gradients"),
+        (timeline.cast, CAST_COLOR, "cast"),
+        (timeline.reduce, REDUCE_COLOR, "reduce"),
     ):
         for stage, spans in enumerate(parts):
             if (spans[:, 1] > spans[:, 0]).any():
@@ -33,7 +33,7 @@ def draw_timeline(axes, timeline: Timeline, name: str) -> None:
     for parts, color, label in zip(
         timeline.within,
         WITHIN_COLORS,
-        ("passed on inside nodes", "summed inside nodes"),
+        ("cast inside nodes", "reduce inside nodes"),
         strict=True,
     ):
         for stage, spans in enumerate(parts):
@@ -52,7 +52,7 @@ def draw_timeline(axes, timeline: Timeline, name: str) -> None:
         xlim=(0, max(timeline.predicted_us, 1.0) * 1.02),
         ylim=(len(ranks) - 0.4, -0.6),
     )
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4, frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4, frameon=False, fontsize=8)
 
 
 def _bars(axes, rows, spans, color, label, edge=None) -> None:
