@@ -85,12 +85,12 @@ def test_bits_are_those_of_one_step(rng):
     are the same to the bit, and what is computed from them. Sums between ranks are made in another order.
     """
     config = dataclasses.replace(NODES, two_level=False, overlap=(3, 3))
-    plan = make_plan(BLOCK, 8, config)
-    nodes = make_plan(BLOCK, 8, dataclasses.replace(config, two_level=True))
+    plan = make_plan(BLOCK, 4, config)
+    nodes = make_plan(BLOCK, 4, dataclasses.replace(config, two_level=True))
     split = plan.pad_to(plan.spec.union(nodes.spec))
     assert (plan.spec.ranks_per_node, split.spec.ranks_per_node) == (None, 2)
     problem = random_problem(rng, SEQ_LEN, heads=6, kv_heads=1)
-    run = run_with(make_mesh(cp=8))
+    run = run_with(make_mesh(cp=4))
     one, two = (run(dispatched(problem, p), p) for p in (plan, split))
     for name in ("out", "lse", "dq", "dsinks"):
         np.testing.assert_array_equal(getattr(one, name), getattr(two, name), err_msg=name)
@@ -104,10 +104,10 @@ def test_bits_are_those_of_one_step(rng):
 
 
 def test_kept_keys_and_narrow_sums(rng):
-    plan = make_plan(BLOCK, 8, dataclasses.replace(NODES, overlap=(2, 3), travelling=((30, 33),)))
+    plan = make_plan(BLOCK, 4, dataclasses.replace(NODES, overlap=(2, 3), travelling=((30, 33),)))
     problem = random_problem(rng, SEQ_LEN)
     options = DistOptions(keep_remote_kv=True, reduce_dtype="bfloat16")
-    answer = run_with(make_mesh(cp=8), options=options)(dispatched(problem, plan), plan)
+    answer = run_with(make_mesh(cp=4), options=options)(dispatched(problem, plan), plan)
     check(answer, plan, expected(problem, BLOCK), tolerance=3e-2)
 
 

@@ -27,7 +27,7 @@ def test_every_cell_once_and_every_row_once_per_node(ranks_per_node, rng):
     config = dataclasses.replace(NODES, ranks_per_node=ranks_per_node)
     for mask in (MASK, cases.random_mask(rng, SIZE, SIZE, 20)):
         plan = make_plan(mask, 8, config)
-        comms = (*plan.comm, *plan.backward.comm, plan.travel.comm)
+        comms = (*plan.comm, *plan.backward.comm, *([plan.travel.comm] if plan.travel else []))
         assert all(isinstance(comm, TwoLevelComm) for comm in comms)
         check_plan(plan, mask, walk=mask is MASK)
         twin = make_plan(mask, 8, dataclasses.replace(config, engine="numpy"))
