@@ -36,7 +36,7 @@ def lay_out_transfer(
         return comm_meta(pieces, sizes, wanted, path, engine)
     per_node = ranks_per_node if wanted is None else wanted.ranks_per_node
     assert per_node is not None
-    steps = two_level.split(pieces, per_node)
+    steps = two_level.split(pieces, per_node, sizes.cp_size, engine)
     across = dataclasses.replace(
         sizes, dst_rows=0, peers=sizes.cp_size // per_node, stride=per_node
     )

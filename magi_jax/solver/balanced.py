@@ -33,7 +33,7 @@ OVERLOAD_COST = 200.0
 SPANS_OF_A_MOVE = 15
 # Greedy passes pile travelling rows up on few ranks; it takes so many exchanges to spread them.
 TRAVEL_MOVES = 24_000
-PROBE_SEED, SEARCH_SEED = 2, 3
+PROBE_SEED, SEARCH_SEED, FINISH_SEED = 2, 3, 77
 
 
 class Round(NamedTuple):
@@ -66,6 +66,8 @@ class Effort(NamedTuple):
             after the first.
         rounds: of each search. The first may be loose: heavy units find their places, and balance comes
             later.
+        finish: further rounds of the best that was found.
+        overload_cost: how steeply imbalance beyond the limit raises the cost of a placement.
     """
 
     passes: tuple[int, ...]
@@ -78,6 +80,8 @@ class Effort(NamedTuple):
     node_weight: float
     period: int
     rounds: tuple[Round, ...]
+    finish: tuple[Round, ...]
+    overload_cost: float
 
 
 EFFORTS = MappingProxyType(
@@ -85,12 +89,13 @@ EFFORTS = MappingProxyType(
         "fast": Effort(
             passes=(0, 1, 4), node_first=False, probe=400, probe_temperature=0.0, searches=1,
             work=200_000, area_limit=AREA_LIMIT, node_weight=1.5, period=8,
-            rounds=(Round(1.02, 0.5, 0.1), Round(1.01, 0.5, 0.03)),
+            rounds=(Round(1.02, 0.5, 0.1), Round(1.01, 0.5, 0.03)), finish=(), overload_cost=200.0,
         ),
         "high": Effort(
             passes=tuple(range(len(GREEDY))), node_first=True, probe=30_000, probe_temperature=0.02,
-            searches=3, work=400_000_000, area_limit=1.0045, node_weight=1.5, period=8,
+            searches=3, work=300_000_000, area_limit=1.0048, node_weight=1.25, period=6,
             rounds=(Round(1.03, 0.45, 0.3), Round(1.0035, 0.55, 0.1)),
+            finish=(Round(1.0042, 0.5, 0.1), Round(1.0042, 0.5, 0.03)), overload_cost=2000.0,
         ),
     }
 )  # fmt: skip
@@ -175,9 +180,9 @@ class _Score(NamedTuple):
     total_rows: int
     imbalance: float
 
-    def cost(self, area_limit: float) -> float:
+    def cost(self, area_limit: float, overload_cost: float = OVERLOAD_COST) -> float:
         rows = self.rank_rows + self.node_rows + TOTAL_WEIGHT * self.total_rows
-        return (rows + 1) * (1 + OVERLOAD_COST * max(self.imbalance - area_limit, 0.0))
+        return (rows + 1) * (1 + overload_cost * max(self.imbalance - area_limit, 0.0))
 
 
 def _score(loads: Sequence[np.ndarray], cp_size: int) -> _Score:
@@ -230,7 +235,7 @@ def _search(
         return _score(loads, cp_size), owner
 
     def cost(found: tuple[_Score, np.ndarray]) -> float:
-        return found[0].cost(effort.area_limit)
+        return found[0].cost(effort.area_limit, effort.overload_cost)
 
     site = Site(units, cp_size, node_size(problem), placement_maker(problem.engine))
     regular = [
@@ -257,4 +262,8 @@ def _search(
         for i, (area, share, temperature) in enumerate(effort.rounds):
             placed = refine(placed[1], area, int(moves * share), SEARCH_SEED + i, temperature)
         found.append(placed)
-    return min(reversed(found), key=cost)
+    best = min(reversed(found), key=cost)
+    for i, (area, share, temperature) in enumerate(effort.finish):
+        placed = refine(best[1], area, int(moves * share), FINISH_SEED + i, temperature)
+        best = min(placed, best, key=cost)
+    return best

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from magi_jax.solver import intervals
+from magi_jax.solver.engine import compiled
 from magi_jax.solver.remote import Remote
 from magi_jax.solver.transfer import Pieces
 
@@ -32,15 +33,24 @@ def relay_of(src: np.ndarray, dst: np.ndarray, ranks_per_node: int) -> np.ndarra
     return dst // ranks_per_node * ranks_per_node + src % ranks_per_node
 
 
-def split(pieces: Pieces, ranks_per_node: int) -> TwoSteps:
-    """Splits a transfer in two; the rows of a relay's buffer are in the order of (owner, row)."""
+def split(pieces: Pieces, ranks_per_node: int, cp_size: int, engine: str = "numpy") -> TwoSteps:
+    """Splits a transfer in two; the rows of a relay's buffer are in the order of (owner, row).
+
+    Args:
+        pieces: what moves.
+        ranks_per_node: ranks of a node.
+        cp_size: number of ranks.
+        engine: "numpy" or "compiled"; both find the same.
+    """
+    if engine == "compiled":
+        across, within = compiled().split_steps(*pieces, cp_size, ranks_per_node)
+        return TwoSteps(Pieces(*across), Pieces(*within))
     relay = relay_of(pieces.src, pieces.dst, ranks_per_node)
     # Stretches of rows of one owner for one node that touch or overlap become one.
-    num_ranks = int(max(pieces.src.max(initial=0), relay.max(initial=0))) + 1
-    way = relay * num_ranks + pieces.src
+    way = relay * cp_size + pieces.src
     group, begin, end = intervals.union(way, pieces.src_row, pieces.src_row + pieces.n_rows)
-    at, owner = group // num_ranks, group % num_ranks
-    place = intervals.offsets(at, end - begin, num_ranks)
+    at, owner = group // cp_size, group % cp_size
+    place = intervals.offsets(at, end - begin, cp_size)
     span = int(end.max(initial=0)) + 1
     stretch = np.searchsorted(group * span + begin, way * span + pieces.src_row, side="right") - 1
     row = place[stretch] + pieces.src_row - begin[stretch]

@@ -45,7 +45,10 @@ def test_steps_join_to_the_transfer_that_was_split(ranks_per_node, rng):
             mine = dst == rank
             dst_row[mine] = np.cumsum(n_rows[mine]) - n_rows[mine] + rng.integers(0, 3)
         pieces = Pieces(src, dst, rng.integers(0, 20, count), dst_row, n_rows)
-        steps = two_level.split(pieces, ranks_per_node)
+        steps = two_level.split(pieces, ranks_per_node, 8)
+        compiled = two_level.split(pieces, ranks_per_node, 8, "compiled")
+        for found, twin in zip(compiled, steps, strict=True):
+            assert all(map(np.array_equal, found, twin))
         assert cells(two_level.joined(steps)) == cells(pieces)
         across, within = steps
         assert (across.src % ranks_per_node == across.dst % ranks_per_node).all()

@@ -131,10 +131,8 @@ py::tuple RunFindRemote(const Ints& slices, const Ints& edges, const Ints& owner
                         Table(FindRemote(cut, keys)));
 }
 
-// (send [E, 5], send_rank [E], recv [E, 5], recv_rank [E], pair_rows, self_rows, dst_rows).
-py::tuple RunSortPieces(const Ints& src, const Ints& dst, const Ints& src_row, const Ints& dst_row,
-                        const Ints& n_rows, int64_t num_ranks) {
-  static_assert(sizeof(MovedPiece) == 5 * sizeof(int64_t));
+Pieces PiecesOf(const Ints& src, const Ints& dst, const Ints& src_row, const Ints& dst_row,
+                const Ints& n_rows, int64_t num_ranks) {
   const py::ssize_t size = src.size();
   Require(dst.size() == size && src_row.size() == size && dst_row.size() == size &&
               n_rows.size() == size,
@@ -143,8 +141,28 @@ py::tuple RunSortPieces(const Ints& src, const Ints& dst, const Ints& src_row, c
     Require(src.data()[i] >= 0 && src.data()[i] < num_ranks && dst.data()[i] >= 0 &&
                 dst.data()[i] < num_ranks,
             "a rank is out of range");
-  const TransferTables tables = SortPieces(
-      {src.data(), dst.data(), src_row.data(), dst_row.data(), n_rows.data(), size}, num_ranks);
+  return {src.data(), dst.data(), src_row.data(), dst_row.data(), n_rows.data(), size};
+}
+
+// (across, within), five columns each: see transfer.h.
+py::tuple RunSplitSteps(const Ints& src, const Ints& dst, const Ints& src_row, const Ints& dst_row,
+                        const Ints& n_rows, int64_t num_ranks, int64_t ranks_per_node) {
+  Require(ranks_per_node >= 1, "a node has at least one rank");
+  const Pieces pieces = PiecesOf(src, dst, src_row, dst_row, n_rows, num_ranks);
+  const TwoSteps steps = SplitSteps(pieces, ranks_per_node);
+  const auto columns = [](const StepPieces& p) {
+    return py::make_tuple(Column(p.src), Column(p.dst), Column(p.src_row), Column(p.dst_row),
+                          Column(p.n_rows));
+  };
+  return py::make_tuple(columns(steps.across), columns(steps.within));
+}
+
+// (send [E, 5], send_rank [E], recv [E, 5], recv_rank [E], pair_rows, self_rows, dst_rows).
+py::tuple RunSortPieces(const Ints& src, const Ints& dst, const Ints& src_row, const Ints& dst_row,
+                        const Ints& n_rows, int64_t num_ranks) {
+  static_assert(sizeof(MovedPiece) == 5 * sizeof(int64_t));
+  const TransferTables tables =
+      SortPieces(PiecesOf(src, dst, src_row, dst_row, n_rows, num_ranks), num_ranks);
   return py::make_tuple(Table(tables.send), Column(tables.send_rank), Table(tables.recv),
                         Column(tables.recv_rank), tables.pair_rows, tables.self_rows,
                         tables.dst_rows);
@@ -161,6 +179,7 @@ void BindTables(py::module_& m) {
         py::arg("at"), py::arg("count"), py::arg("first"));
   m.def("find_remote", &RunFindRemote);
   m.def("sort_pieces", &RunSortPieces);
+  m.def("split_steps", &RunSplitSteps);
 }
 
 }  // namespace magi_jax::solver

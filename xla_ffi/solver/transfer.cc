@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 #include <tuple>
+#include <utility>
 
 namespace magi_jax::solver {
 
@@ -36,6 +37,47 @@ TransferTables SortPieces(const Pieces& p, int64_t num_ranks) {
     out.recv.push_back({p.src[i], p.src_row[i], p.dst_row[i], p.n_rows[i], slot[i]});
     out.recv_rank.push_back(p.dst[i]);
   }
+  return out;
+}
+
+TwoSteps SplitSteps(const Pieces& p, int64_t ranks_per_node) {
+  std::vector<int64_t> relay(p.size), order(p.size), row(p.size);
+  for (int64_t i = 0; i < p.size; ++i)
+    relay[i] = p.dst[i] / ranks_per_node * ranks_per_node + p.src[i] % ranks_per_node;
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return std::make_tuple(relay[a], p.src[a], p.src_row[a], a) <
+           std::make_tuple(relay[b], p.src[b], p.src_row[b], b);
+  });
+
+  // Stretches of rows of one owner for one node that touch or overlap become one.
+  TwoSteps out;
+  StepPieces& across = out.across;
+  int64_t held = 0;  // rows in the buffer of the relay
+  for (int64_t k = 0; k < p.size; ++k) {
+    const int64_t i = order[k], before = k > 0 ? order[k - 1] : i;
+    const bool same_relay = k > 0 && relay[before] == relay[i];
+    if (!same_relay) held = 0;
+    const int64_t end = p.src_row[i] + p.n_rows[i];
+    const bool joins = same_relay && p.src[before] == p.src[i] &&
+                       p.src_row[i] <= across.src_row.back() + across.n_rows.back();
+    if (!joins) {
+      across.src.push_back(p.src[i]);
+      across.dst.push_back(relay[i]);
+      across.src_row.push_back(p.src_row[i]);
+      across.dst_row.push_back(held);
+      across.n_rows.push_back(0);
+    }
+    const int64_t rows = std::max(end - across.src_row.back(), across.n_rows.back());
+    held += rows - across.n_rows.back();
+    across.n_rows.back() = rows;
+    row[i] = across.dst_row.back() + p.src_row[i] - across.src_row.back();
+  }
+  out.within = {std::move(relay),
+                {p.dst, p.dst + p.size},
+                std::move(row),
+                {p.dst_row, p.dst_row + p.size},
+                {p.n_rows, p.n_rows + p.size}};
   return out;
 }
 

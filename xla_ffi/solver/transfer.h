@@ -26,6 +26,16 @@ struct TransferTables {
   int64_t pair_rows, self_rows, dst_rows;
 };
 
+// A transfer in two steps, columns as in Pieces: see magi_jax/solver/two_level.py.
+struct StepPieces {
+  std::vector<int64_t> src, dst, src_row, dst_row, n_rows;
+};
+struct TwoSteps {
+  StepPieces across, within;
+};
+
+TwoSteps SplitSteps(const Pieces& pieces, int64_t ranks_per_node);
+
 TransferTables SortPieces(const Pieces& pieces, int64_t num_ranks);
 
 }  // namespace magi_jax::solver
