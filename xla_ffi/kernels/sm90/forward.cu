@@ -32,7 +32,7 @@ struct Instantiation {
 
 constexpr Instantiation kInstantiations[] = {
     {DType::kBF16, 64, 64, "sm90 hdim64 bf16 128x192", LaunchForwardHdim64Bf16},
-    {DType::kF16, 64, 64, "sm90 hdim64 f16 128x192", LaunchForwardHdim64F16},
+    {DType::kF16, 64, 64, "sm90 hdim64 f16 128x160", LaunchForwardHdim64F16},
     {DType::kBF16, 96, 96, "sm90 hdim96 bf16 128x128", LaunchForwardHdim96Bf16},
     {DType::kF16, 96, 96, "sm90 hdim96 f16 128x128", LaunchForwardHdim96F16},
     {DType::kBF16, 128, 128, "sm90 hdim128 bf16 128x144", LaunchForwardHdim128Bf16},
