@@ -152,18 +152,40 @@ void RunProblem(const std::string& path, std::istream* file, std::ostream* resul
     const std::vector<uint32_t> none(rows, 0xff800000u);
     Check(cudaMemcpy(lse.as<void>(), none.data(), rows * 4, cudaMemcpyHostToDevice), "memcpy");
   }
-  RunForward(path,
-             {problem, q.as<void>(), k.as<void>(), v.as<void>(), slices.as<Slice>(), by_query.table,
-              out.as<void>(), lse.as<float>(), row_max.as<float>(), header.partial_dtype, merge});
+  ForwardParams forward = {};
+  forward.problem = problem;
+  forward.q = q.as<void>();
+  forward.k = k.as<void>();
+  forward.v = v.as<void>();
+  forward.slices = slices.as<Slice>();
+  forward.by_query = by_query.table;
+  forward.out = out.as<void>();
+  forward.lse = lse.as<float>();
+  forward.row_max = row_max.as<float>();
+  forward.out_dtype = header.partial_dtype;
+  forward.accumulate = merge;
+  RunForward(path, forward);
   Check(cudaDeviceSynchronize(), "forward");
   for (const Memory* result : {&out, &lse, &row_max}) result->WriteTo(results);
   if (header.backward == 0) return;
 
   const Memory dq(rows * dim * 4), dk(key_rows * dim * partial), dv(key_rows * v_dim * partial);
-  RunBackward(path, {problem, dout.as<void>(), q.as<void>(), k.as<void>(), v.as<void>(),
-                     row_lse.as<float>(), delta.as<float>(), slices.as<Slice>(), by_query.table,
-                     by_key.table, dq.as<float>(), dk.as<void>(), dv.as<void>(),
-                     header.partial_dtype, nullptr});
+  BackwardParams backward = {};
+  backward.problem = problem;
+  backward.dout = dout.as<void>();
+  backward.q = q.as<void>();
+  backward.k = k.as<void>();
+  backward.v = v.as<void>();
+  backward.lse = row_lse.as<float>();
+  backward.delta = delta.as<float>();
+  backward.slices = slices.as<Slice>();
+  backward.by_query = by_query.table;
+  backward.by_key = by_key.table;
+  backward.dq = dq.as<float>();
+  backward.dk = dk.as<void>();
+  backward.dv = dv.as<void>();
+  backward.dkv_dtype = header.partial_dtype;
+  RunBackward(path, backward);
   Check(cudaDeviceSynchronize(), "backward");
   for (const Memory* result : {&dq, &dk, &dv}) result->WriteTo(results);
 }
