@@ -4,13 +4,15 @@
 #include <cuda_runtime.h>
 
 #include "xla_ffi/comm/call.cuh"
+#include "xla_ffi/comm/copy.cuh"
 #include "xla_ffi/comm/kernels.h"
 #include "xla_ffi/comm/stream.cuh"
 
 namespace magi_jax::comm {
 namespace {
 
-constexpr int kThreads = kStreamWarps * 32;
+constexpr int kThreads = 384;
+static_assert(kCopyWarps <= kThreads / 32 && kCopyBytes <= kStreamBytes);
 constexpr int kUnroll = 8;  // vectors in flight per thread
 
 template <class Vector>
@@ -39,43 +41,21 @@ __device__ void CastLeaf(const Leaf& leaf, const Sources& sources, const RowMap&
   });
 }
 
-// The one source of a row.
-struct CastCursor {
-  int32_t peer, part_row;
-  __device__ void Advance() { peer = -1; }
-};
-
-__device__ void StreamLeaf(const Leaf& leaf, const Sources& sources, const RowMap& map,
-                           Ring& ring) {
-  auto* result = static_cast<char*>(leaf.result);
-  const uint32_t lane = threadIdx.x % 32;
-  const auto store = [&](uint32_t row, uint32_t begin, uint32_t bytes, const uint4* values) {
-    auto* to = reinterpret_cast<uint4*>(result + int64_t{row} * leaf.row_bytes + begin);
-#pragma unroll
-    for (int k = 0; k < kLaneVectors; ++k) {
-      const uint32_t i = k * 32 + lane;
-      if (i * 16 < bytes) to[i] = values == nullptr ? uint4{} : values[i];
-    }
-  };
-  StreamRows(
-      ring, map.rows, leaf.row_bytes,
-      [&](uint32_t row, bool valid) {
-        return CastCursor{valid ? map.row_of[row] : -1,
-                          valid ? map.row_of[int64_t{map.rows} + row] : 0};
-      },
-      [&](int32_t peer, int32_t row) { return sources.Row<char>(peer, row, leaf.row_bytes); },
-      [&](const char* memory, const SlotNote& note, uint32_t bytes) {
-        store(note.row, note.begin, bytes, reinterpret_cast<const uint4*>(memory));
-      },
-      [&](uint32_t row, uint32_t begin, uint32_t bytes) { store(row, begin, bytes, nullptr); });
+__device__ void CopyLeaf(const Leaf& leaf, const Sources& sources, const RowMap& map,
+                         CopyRing& ring) {
+  ring.Copy(
+      CopyShape(map.rows, leaf.row_bytes), static_cast<char*>(leaf.result),
+      [&](uint32_t row) { return int2{map.row_of[row], map.row_of[int64_t{map.rows} + row]}; },
+      [&](int32_t peer, int32_t row) { return sources.Row<char>(peer, row, leaf.row_bytes); });
 }
 
-__device__ void CastLeaves(const Meeting& meeting, const Move& move, Sources& sources, Ring& ring) {
+__device__ void CastLeaves(const Meeting& meeting, const Move& move, Sources& sources,
+                           CopyRing& ring) {
   for (int i = 0; i < move.num_leaves; ++i) {
     const Leaf& leaf = move.leaves[i];
     sources.Fill(meeting, leaf, i);
     if (IsStreamed(move, leaf)) {
-      StreamLeaf(leaf, sources, move.map, ring);
+      CopyLeaf(leaf, sources, move.map, ring);
     } else if (leaf.row_bytes % 16 == 0) {
       CastLeaf<uint4>(leaf, sources, move.map);
     } else if (leaf.row_bytes % 4 == 0) {
@@ -91,7 +71,7 @@ extern __shared__ __align__(128) char ring_memory[];
 __global__ void __launch_bounds__(kThreads)
     CastKernel(const __grid_constant__ Meeting meeting, const __grid_constant__ Move move) {
   __shared__ CallShared shared;
-  Ring ring(ring_memory);
+  CopyRing ring(ring_memory);
   if (move.stream) ring.Initialize();
   RunCall<CastMap>(meeting, move, shared,
                    [&] { CastLeaves(meeting, move, shared.sources[0], ring); });
@@ -108,7 +88,7 @@ __global__ void AwaitStartKernel(const uint64_t* arrived, uint64_t target) {
 }  // namespace
 
 cudaError_t Cast(const Meeting& meeting, const Move& move, cudaStream_t stream) {
-  CastKernel<<<move.num_blocks, kThreads, move.stream ? kStreamBytes : 0, stream>>>(meeting, move);
+  CastKernel<<<move.num_blocks, kThreads, move.stream ? kCopyBytes : 0, stream>>>(meeting, move);
   return cudaGetLastError();
 }
 
@@ -116,6 +96,18 @@ cudaError_t AwaitStart(const Meeting& meeting, int32_t num_blocks, cudaStream_t 
   const uint64_t target = ((meeting.call - 1) * kBarriers + 1) * num_blocks;
   AwaitStartKernel<<<1, 1, 0, stream>>>(meeting.arrived, target);
   return cudaGetLastError();
+}
+
+cudaError_t CanStreamRows(int device, bool* can) {
+  cudaFuncAttributes attributes;
+  const auto* symbol = reinterpret_cast<const void*>(CastKernel);
+  if (cudaError_t error = cudaFuncGetAttributes(&attributes, symbol)) return error;
+  int shared_bytes = 0;
+  const cudaError_t error =
+      cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const int most_bytes = kStreamBytes + static_cast<int>(attributes.sharedSizeBytes);
+  *can = attributes.ptxVersion >= 90 && shared_bytes >= most_bytes;
+  return error;
 }
 
 cudaError_t LoadKernels(bool stream) {

@@ -19,6 +19,10 @@ cudaError_t ReduceLse(const Meeting& meeting, const Move& move, cudaStream_t str
 // What is enqueued behind it can then not take them.
 cudaError_t AwaitStart(const Meeting& meeting, int32_t num_blocks, cudaStream_t stream);
 
+// Whether rows can go through shared memory on the current device: whether its kernels were
+// compiled with bulk copies, and it has room for their rings.
+cudaError_t CanStreamRows(int device, bool* can);
+
 // Loads the kernels on the current device. What is not loaded yet would be when first launched,
 // which may wait for the device while its kernels wait for a peer.
 cudaError_t LoadKernels(bool stream);

@@ -67,11 +67,20 @@ struct Digests {
   }
 
  private:
+  // A warp adds up what it has for a peer first: adding to one word of shared memory takes turns.
   __device__ static void Add(const PieceTable& table, int cp_size, unsigned long long* digests) {
-    for (int i = threadIdx.x; i < table.num_pieces; i += blockDim.x) {
-      const Piece& piece = table.pieces[i];
-      if (piece.peer >= 0 && piece.peer < cp_size) {
-        atomicAdd(&digests[piece.peer], static_cast<unsigned long long>(Digest(piece)));
+    const int lane = threadIdx.x % 32;
+    for (int base = threadIdx.x - lane; base < table.num_pieces; base += blockDim.x) {
+      const Piece piece = base + lane < table.num_pieces ? table.pieces[base + lane] : Piece{-1};
+      const unsigned long long digest = Digest(piece);
+      unsigned left = __ballot_sync(~0u, piece.peer >= 0 && piece.peer < cp_size);
+      while (left != 0) {
+        const int peer = __shfl_sync(~0u, piece.peer, __ffs(static_cast<int>(left)) - 1);
+        const unsigned same = __ballot_sync(~0u, piece.peer == peer);
+        unsigned long long sum = piece.peer == peer ? digest : 0;
+        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (lane == 0) atomicAdd(&digests[peer], sum);
+        left &= ~same;
       }
     }
   }

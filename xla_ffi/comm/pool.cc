@@ -67,9 +67,6 @@ std::unique_ptr<Member> Member::Create(const MemberConfig& config, std::string* 
   std::unique_ptr<Member> member(new Member(config));
   member->memory_bytes_ = Layout(config.cp_size).staging + Align(config.staging_bytes);
   cudaError_t status = current.error();
-  int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, config.device);
-  member->streams_rows_ = major == 9 || major == 10;  // those with the shared memory for it
   const auto run = [&](cudaError_t result) {
     if (status == cudaSuccess) status = result;
     return status == cudaSuccess;
@@ -78,8 +75,8 @@ std::unique_ptr<Member> Member::Create(const MemberConfig& config, std::string* 
       run(cudaMemset(member->memory_, 0, Layout(config.cp_size).staging)) &&
       run(cudaHostAlloc(reinterpret_cast<void**>(&member->record_), sizeof(FailureRecord),
                         cudaHostAllocMapped | cudaHostAllocPortable)) &&
-      run(member->CreateStreams()) && run(LoadKernels(member->streams_rows())) &&
-      run(cudaDeviceSynchronize())) {
+      run(CanStreamRows(config.device, &member->streams_rows_)) && run(member->CreateStreams()) &&
+      run(LoadKernels(member->streams_rows())) && run(cudaDeviceSynchronize())) {
     std::memset(static_cast<void*>(member->record_), 0, sizeof(FailureRecord));
     member->outbox_.assign(config.cp_size, nullptr);
     member->bases_.assign(config.cp_size, 0);

@@ -9,6 +9,13 @@
 
 namespace magi_jax::comm {
 
+constexpr int kLeastRowBytes = 256;  // shorter rows are not worth a copy each
+
+// Whether the rows of a leaf go through shared memory.
+__device__ inline bool IsStreamed(const Move& move, const Leaf& leaf) {
+  return move.stream && leaf.row_bytes % 16 == 0 && leaf.row_bytes >= kLeastRowBytes;
+}
+
 // The operands of one leaf at every rank; filled by all threads of a block together.
 struct Sources {
   const char* of_peer[kMaxRanks];

@@ -8,24 +8,15 @@
 #include <cstdint>
 
 #include "xla_ffi/comm/params.h"
+#include "xla_ffi/comm/ptx.cuh"
 
 namespace magi_jax::comm {
 
 constexpr int kStreamWarps = 12;
-constexpr int kSlots = 8;            // of a warp's ring
-constexpr int kSlotBytes = 2048;     // most of a row that is moved at once
-constexpr int kLeastRowBytes = 256;  // shorter rows are not worth a copy each
+constexpr int kSlots = 8;         // of a warp's ring
+constexpr int kSlotBytes = 2048;  // most of a row that is moved at once
 constexpr int kLaneVectors = kSlotBytes / 16 / 32;
 constexpr int kStreamBytes = kStreamWarps * kSlots * (kSlotBytes + 8);
-
-__device__ inline uint32_t SharedAddress(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// Whether the rows of a leaf can be streamed.
-__device__ inline bool IsStreamed(const Move& move, const Leaf& leaf) {
-  return move.stream && leaf.row_bytes % 16 == 0 && leaf.row_bytes >= kLeastRowBytes;
-}
 
 // A part of a row in flight, as all lanes of the warp know it.
 struct SlotNote {
@@ -45,15 +36,8 @@ class Ring {
   }
 
   __device__ void Initialize() {
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.x % 32 < kSlots) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(
-          SharedAddress(&barriers_[threadIdx.x % 32])));
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    }
+    if (threadIdx.x % 32 < kSlots) InitializeBarrier(&barriers_[threadIdx.x % 32]);
     __syncwarp();
-#endif
   }
 
   __device__ bool IsFull() const { return produced_ - consumed_ == kSlots; }
@@ -64,36 +48,16 @@ class Ring {
     const int slot = produced_++ % kSlots;
     // Each lane keeps the notes of one slot.
     if (static_cast<int>(threadIdx.x % 32) == slot) note_ = note;
-#if __CUDA_ARCH__ >= 900
     if (threadIdx.x % 32 != 0) return;
-    const uint32_t barrier = SharedAddress(&barriers_[slot]);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(SharedAddress(slots_ + slot * kSlotBytes)),
-        "l"(source), "r"(bytes), "r"(barrier)
-        : "memory");
-#endif
+    ArriveExpecting(&barriers_[slot], bytes);
+    BulkLoad(slots_ + slot * kSlotBytes, source, bytes, &barriers_[slot]);
   }
 
   // Waits for the oldest part; `body(slot memory, note)` uses it up.
   template <class Body>
   __device__ void Consume(Body body) {
     const int slot = consumed_ % kSlots;
-#if __CUDA_ARCH__ >= 900
-    const uint32_t barrier = SharedAddress(&barriers_[slot]);
-    uint32_t done = 0;
-    while (done == 0) {
-      asm volatile(
-          "{\n.reg .pred p;\n"
-          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, p;\n}"
-          : "=r"(done)
-          : "r"(barrier), "r"(consumed_ / kSlots & 1)
-          : "memory");
-    }
-#endif
+    AwaitBarrier(&barriers_[slot], consumed_ / kSlots & 1);
     SlotNote note;
     note.row = __shfl_sync(~0u, note_.row, slot);
     note.begin = __shfl_sync(~0u, note_.begin, slot);
@@ -119,10 +83,7 @@ class Ring {
 template <class MakeCursor, class Address, class Consume, class Empty>
 __device__ void StreamRows(Ring& ring, uint32_t rows, uint32_t row_bytes, MakeCursor make_cursor,
                            Address address, Consume consume, Empty empty) {
-#if __CUDA_ARCH__ >= 900
-  // Parts were written by ordinary stores, and are read by bulk copies.
-  asm volatile("fence.proxy.async;" ::: "memory");
-#endif
+  FenceAsyncProxy();  // parts were written by ordinary stores
   const uint32_t segments = (row_bytes + kSlotBytes - 1) / kSlotBytes;
   const uint32_t total = rows * segments;
   const uint32_t lane = threadIdx.x % 32;
