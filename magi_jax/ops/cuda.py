@@ -2,7 +2,8 @@
 
 Path ``sm80`` runs on every GPU from compute capability 8.0 on. Path ``sm90`` is for compute capability 9.0
 and supports fewer cases; an implementation lists ``sm80`` behind it for the others. The backward of ``sm90``
-adds gradients up in no fixed order; who insists on one gets that of ``sm80``.
+adds gradients up in no fixed order; who insists on one gets ``sm90_ordered``, the same kernel in which thread
+blocks take turns.
 `CudaImplementation.describe` tells which kernels and tiles a call gets.
 """
 
@@ -19,7 +20,7 @@ from magi_jax.ops.ffa_calls import Kernel
 from magi_jax.plan import SliceTable
 
 _LOWEST_CAPABILITY = (8, 0)
-_ONLY_CAPABILITY = {"sm90": (9, 0)}
+_ONLY_CAPABILITY = {"sm90": (9, 0), "sm90_ordered": (9, 0)}
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class CudaImplementation(base.Implementation):
     @property
     def is_deterministic(self) -> bool:
         """Whether all sums have a fixed order, as those of all kernels but the backward of ``sm90`` have."""
-        return _fixed_order(self.backward_paths) == self.backward_paths
+        return "sm90" not in self.backward_paths
 
     def forward(
         self,
@@ -139,11 +140,7 @@ class CudaImplementation(base.Implementation):
 
 SM80 = CudaImplementation("sm80", ("sm80",), ("sm80",))
 SM90 = CudaImplementation("sm90", ("sm90",), ("sm90", "sm80"))
-
-
-def _fixed_order(backward_paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the backward paths whose sums have a fixed order."""
-    return tuple(path for path in backward_paths if path != "sm90")
+SM90_ORDERED = CudaImplementation("sm90_ordered", ("sm90",), ("sm90_ordered", "sm80"))
 
 
 def for_capability(capability: tuple[int, int], deterministic: bool = False) -> CudaImplementation:
@@ -151,7 +148,7 @@ def for_capability(capability: tuple[int, int], deterministic: bool = False) -> 
 
     Args:
         capability: compute capability, such as ``(9, 0)``.
-        deterministic: leave out kernels without a fixed order of sums.
+        deterministic: take kernels with a fixed order of sums.
 
     Raises:
         NotImplementedError: the device is older than any kernel.
@@ -159,7 +156,10 @@ def for_capability(capability: tuple[int, int], deterministic: bool = False) -> 
     paths = tuple(path for path in ("sm90", "sm80") if refusal(path, capability) is None)
     if not paths:
         raise NotImplementedError(refusal("sm80", capability))
-    return CudaImplementation("cuda", paths, _fixed_order(paths) if deterministic else paths)
+    if not deterministic:
+        return CudaImplementation("cuda", paths, paths)
+    ordered = tuple("sm90_ordered" if path == "sm90" else path for path in paths)
+    return CudaImplementation("cuda", paths, ordered)
 
 
 def refusal(path: str, capability: tuple[int, int]) -> str | None:

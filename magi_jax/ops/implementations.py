@@ -12,6 +12,7 @@ _BY_NAME = {
     "reference": ReferenceImplementation(),
     "sm80": cuda.SM80,
     "sm90": cuda.SM90,
+    "sm90_ordered": cuda.SM90_ORDERED,
 }
 
 # What None means, by platform of the default backend.
@@ -41,7 +42,7 @@ def get_implementation(
     if deterministic and not chosen.is_deterministic:
         raise NotImplementedError(
             f"implementation {chosen.name!r} has no fixed order of sums; deterministic=True needs"
-            " another, such as sm80, or None to have one chosen"
+            " another, such as sm80 or sm90_ordered, or None to have one chosen"
         )
     return chosen
 

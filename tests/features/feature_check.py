@@ -78,8 +78,8 @@ def implementation_of(case) -> Implementation:
     """The kernels of a case. Those of Hopper have others behind them for what they do not support."""
     if case["implementation"] != "sm90":
         return get_implementation(case["implementation"])
-    backward = ("sm80",) if case["deterministic"] == "asked" else ("sm90", "sm80")
-    return cuda.CudaImplementation("sm90 first", ("sm90", "sm80"), backward)
+    backward = "sm90_ordered" if case["deterministic"] == "asked" else "sm90"
+    return cuda.CudaImplementation("sm90 first", ("sm90", "sm80"), (backward, "sm80"))
 
 
 def remat(case, attend):

@@ -15,7 +15,7 @@ from magi_jax.testing import oracle
 TOLERANCE = {"bfloat16": 6e-3, "float16": 1e-3}
 PATHS = [
     path
-    for path in (cuda.SM80, cuda.SM90)
+    for path in (cuda.SM80, cuda.SM90, cuda.SM90_ORDERED)
     if cuda.refusal(path.name, cuda.device_capability()) is None
 ]
 

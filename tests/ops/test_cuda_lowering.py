@@ -63,10 +63,19 @@ if HAS_CUDA:
             assert "logits_soft_cap = 9.0" in call
             assert "tile_size = 128 : i32" in call
 
-    @pytest.mark.parametrize(("head_dim", "path"), [(128, "sm90"), (256, "sm80")])
-    def test_hopper_backward_brings_its_scratch(head_dim, path):
+    @pytest.mark.parametrize(
+        ("head_dim", "implementation", "path"),
+        [
+            (128, "sm90", "sm90"),
+            (256, "sm90", "sm80"),
+            (128, "sm90_ordered", "sm90_ordered"),
+            (256, "sm90_ordered", "sm80"),
+        ],
+    )
+    def test_hopper_backward_brings_its_scratch(head_dim, implementation, path):
         def loss(q, k, v, table):
-            out = flex_flash_attention(q, k, v, table, implementation="sm90", logits_soft_cap=9.0)
+            options = {"implementation": implementation, "logits_soft_cap": 9.0}
+            out = flex_flash_attention(q, k, v, table, **options)
             return out.astype(jnp.float32).sum()
 
         table = slice_table(masks.causal(300))
@@ -75,7 +84,10 @@ if HAS_CUDA:
         # Words: a counter, lse and delta of 4 heads and 384 rows, a flag for 32 of these, two words for an
         # item of 3 tiles and 2 heads, one for each tile, and sums of dK and dV; each padded to 128 bytes.
         words = 32 + 2 * 4 * 384 + 64 + 32 + 32 + 2 * 300 * 2 * head_dim
-        scratch = [f"{words}xi32"] if path == "sm90" else []
+        # The ordered path: two words of progress of 3 tiles for 4 heads, turns for 2 kv heads, both of two
+        # warpgroups; the tiles' order and their first queries.
+        words += (64 + 3 * 32) * (path == "sm90_ordered")
+        scratch = [] if path == "sm80" else [f"{words}xi32"]
         _, results = types(calls[f"magi_jax_ffa_backward_{path}"])
         kv_type = f"300x2x{head_dim}xbf16"
         assert results == [f"300x4x{head_dim}xf32", kv_type, kv_type, *scratch]
@@ -136,6 +148,9 @@ def test_capability_chooses_paths(capability, paths):
     chosen = cuda.for_capability(capability)
     assert (chosen.forward_paths, chosen.backward_paths) == (paths, paths)
     assert chosen.is_deterministic == ("sm90" not in paths)
+    ordered = cuda.for_capability(capability, deterministic=True)
+    assert ordered.is_deterministic
+    assert ordered.backward_paths[0] == {"sm90": "sm90_ordered"}.get(paths[0], paths[0])
     assert hash(chosen) == hash(cuda.for_capability(capability))
 
 

@@ -25,6 +25,7 @@ using Result = ffi::Result<ffi::AnyBuffer>;
 
 // What the handlers need of a path. Scratch is a further result of the call.
 struct Sm80 {
+  static constexpr bool kOrdered = true;  // there is no other order
   static std::string Refuse(const ForwardParams& params) { return sm80::Refuse(params.problem); }
   static std::string Refuse(const BackwardParams& params) { return sm80::Refuse(params.problem); }
   static size_t ForwardScratchBytes(const Problem&) { return 0; }
@@ -38,7 +39,10 @@ struct Sm80 {
 };
 
 #ifdef MAGI_JAX_WITH_SM90
+// kOrderedSums: gradients are summed in a fixed order.
+template <bool kOrderedSums>
 struct Sm90 {
+  static constexpr bool kOrdered = kOrderedSums;
   static std::string Refuse(const ForwardParams& params) {
     const char* reason = sm90::RefuseForward(params);
     return reason == nullptr ? "" : reason;
@@ -51,7 +55,7 @@ struct Sm90 {
     return reason == nullptr ? "" : reason;
   }
   static size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype) {
-    return sm90::BackwardScratchBytes(problem, dkv_dtype);
+    return sm90::BackwardScratchBytes(problem, dkv_dtype, kOrdered);
   }
   static cudaError_t Run(const ForwardParams& params, void* scratch, cudaStream_t stream) {
     return sm90::Forward(params, scratch, stream);
@@ -174,6 +178,7 @@ ffi::Error Backward(cudaStream_t stream, Operand dout, Operand q, Operand k, Ope
                     Result dq, Result dk, Result dv, ffi::RemainingRets scratch, float scale,
                     float logits_soft_cap, int32_t tile_size) {
   BackwardParams params = {};
+  params.fixed_order = Path::kOrdered;
   const Problem& problem = params.problem;
   MAGI_JAX_RETURN_IF_ERROR(
       DecodeBackward(dout, q, k, v, lse, delta, {scale, logits_soft_cap, tile_size}, &params));
@@ -260,10 +265,11 @@ XLA_FFI_DEFINE_HANDLER(kFfaForwardAccumulateSm80, ForwardAccumulate<Sm80>, BindF
                        kRecordable);
 XLA_FFI_DEFINE_HANDLER(kFfaBackwardSm80, Backward<Sm80>, BindBackward(), kRecordable);
 #ifdef MAGI_JAX_WITH_SM90
-XLA_FFI_DEFINE_HANDLER(kFfaForwardSm90, Forward<Sm90>, BindForward(), kRecordable);
-XLA_FFI_DEFINE_HANDLER(kFfaForwardAccumulateSm90, ForwardAccumulate<Sm90>, BindForwardAccumulate(),
-                       kRecordable);
-XLA_FFI_DEFINE_HANDLER(kFfaBackwardSm90, Backward<Sm90>, BindBackward(), kRecordable);
+XLA_FFI_DEFINE_HANDLER(kFfaForwardSm90, Forward<Sm90<false>>, BindForward(), kRecordable);
+XLA_FFI_DEFINE_HANDLER(kFfaForwardAccumulateSm90, ForwardAccumulate<Sm90<false>>,
+                       BindForwardAccumulate(), kRecordable);
+XLA_FFI_DEFINE_HANDLER(kFfaBackwardSm90, Backward<Sm90<false>>, BindBackward(), kRecordable);
+XLA_FFI_DEFINE_HANDLER(kFfaBackwardSm90Ordered, Backward<Sm90<true>>, BindBackward(), kRecordable);
 #endif
 
 std::vector<Registration> CudaRegistrations() {
@@ -275,6 +281,7 @@ std::vector<Registration> CudaRegistrations() {
       {"magi_jax_ffa_forward_sm90", "CUDA", kFfaForwardSm90},
       {"magi_jax_ffa_forward_accumulate_sm90", "CUDA", kFfaForwardAccumulateSm90},
       {"magi_jax_ffa_backward_sm90", "CUDA", kFfaBackwardSm90},
+      {"magi_jax_ffa_backward_sm90_ordered", "CUDA", kFfaBackwardSm90Ordered},
 #endif
   };
 }

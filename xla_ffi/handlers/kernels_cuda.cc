@@ -48,7 +48,7 @@ KernelChoice ChooseBackward(const std::string& path, const Problem& problem, DTy
     return reason.empty() ? KernelChoice{sm80::DescribeBackward(problem), "", 0} : Refused(reason);
   }
 #ifdef MAGI_JAX_WITH_SM90
-  if (path == "sm90") {
+  if (const bool ordered = path == "sm90_ordered"; ordered || path == "sm90") {
     BackwardParams params = {};
     params.problem = problem;
     params.dkv_dtype = dkv_dtype;
@@ -56,7 +56,8 @@ KernelChoice ChooseBackward(const std::string& path, const Problem& problem, DTy
     if (reason != nullptr) return Refused(reason);
     char text[256];
     sm90::DescribeBackward(problem, text, sizeof(text));
-    return {text, "", sm90::BackwardScratchBytes(problem, dkv_dtype)};
+    return {text + std::string(ordered ? ", in a fixed order of sums" : ""), "",
+            sm90::BackwardScratchBytes(problem, dkv_dtype, ordered)};
   }
 #endif
   (void)dkv_dtype;

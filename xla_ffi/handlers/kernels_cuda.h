@@ -16,8 +16,8 @@ struct KernelChoice {
   size_t scratch_bytes = 0;  // of the further result that the call works in; 0 for none
 };
 
-// `path` is "sm80" or "sm90". Only dtypes, head counts, head dims, lengths, tile size and
-// logits_soft_cap are looked at.
+// `path` is "sm80" or "sm90", backward also "sm90_ordered". Only dtypes, head counts, head dims,
+// lengths, tile size and logits_soft_cap are looked at.
 KernelChoice ChooseForward(const std::string& path, const Problem& problem, DType out_dtype,
                            bool row_max);
 KernelChoice ChooseBackward(const std::string& path, const Problem& problem, DType dkv_dtype);

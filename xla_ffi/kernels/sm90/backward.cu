@@ -60,10 +60,11 @@ int NumTiles(const Problem& problem) {
 
 // Places of the parts of scratch, in bytes from its start.
 struct ScratchLayout {
-  size_t lse, delta, suspects, items, parts, dk_sum, dv_sum, end;
+  size_t lse, delta, suspects, items, parts, dk_sum, dv_sum;
+  size_t progress, turns, tile_order, first_queries, end;
 };
 
-ScratchLayout LayOutScratch(const Problem& problem, DType dkv_dtype) {
+ScratchLayout LayOutScratch(const Problem& problem, DType dkv_dtype, bool fixed_order) {
   const auto align = [](size_t bytes) { return (bytes + 127) / 128 * 128; };
   const size_t stats = static_cast<size_t>(problem.num_heads) * StatRows(problem.q_len);
   const int group = problem.num_heads / problem.num_kv_heads;
@@ -80,14 +81,19 @@ ScratchLayout LayOutScratch(const Problem& problem, DType dkv_dtype) {
   at.parts = at.items + align(static_cast<size_t>(NumTiles(problem)) * group * sizeof(WorkItem));
   at.dk_sum = at.parts + align(NumTiles(problem) * sizeof(int));
   at.dv_sum = at.dk_sum + align(key_floats * problem.head_dim * sizeof(float));
-  at.end = at.dv_sum + align(key_floats * problem.v_head_dim * sizeof(float));
+  at.progress = at.dv_sum + align(key_floats * problem.v_head_dim * sizeof(float));
+  const size_t ordered_tiles = fixed_order ? NumTiles(problem) : 0;
+  at.turns = at.progress + align(2 * ordered_tiles * problem.num_heads * sizeof(Progress));
+  at.tile_order = at.turns + align(2 * ordered_tiles * problem.num_kv_heads * sizeof(int));
+  at.first_queries = at.tile_order + align(ordered_tiles * sizeof(int));
+  at.end = at.first_queries + align(ordered_tiles * sizeof(int));
   return at;
 }
 
 BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
   const Problem& problem = backward.problem;
   char* const scratch = static_cast<char*>(backward.scratch);
-  const ScratchLayout at = LayOutScratch(problem, backward.dkv_dtype);
+  const ScratchLayout at = LayOutScratch(problem, backward.dkv_dtype, backward.fixed_order);
   BackwardKernelParams params{};
   params.slices = backward.slices;
   params.by_key = backward.by_key;
@@ -98,6 +104,12 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
   params.suspects = reinterpret_cast<uint32_t*>(scratch + at.suspects);
   params.items = reinterpret_cast<WorkItem*>(scratch + at.items);
   params.parts = reinterpret_cast<int*>(scratch + at.parts);
+  if (backward.fixed_order) {
+    params.progress = reinterpret_cast<Progress*>(scratch + at.progress);
+    params.turns = reinterpret_cast<int*>(scratch + at.turns);
+    params.tile_order = reinterpret_cast<int*>(scratch + at.tile_order);
+    params.first_queries = reinterpret_cast<int*>(scratch + at.first_queries);
+  }
   params.stat_rows = StatRows(problem.q_len);
   params.dk = backward.dk;
   params.dv = backward.dv;
@@ -132,15 +144,16 @@ cudaError_t ClearGradient(void* gradient, DType dtype, int rows, int heads, int 
 cudaError_t Prepare(const BackwardParams& backward, const BackwardKernelParams& params, int num_sms,
                     cudaStream_t stream) {
   const Problem& problem = backward.problem;
+  PlanWork<<<1, kPlanThreads, 0, stream>>>(params, kBlockQueries, num_sms);
+  cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
   const dim3 stat_tiles((params.stat_rows + kStatTile - 1) / kStatTile,
                         (problem.num_heads + kStatTile - 1) / kStatTile);
   PrepareStats<<<stat_tiles, dim3(kStatTile, 8), 0, stream>>>(
       backward.lse, backward.delta, const_cast<float*>(params.lse),
-      const_cast<float*>(params.delta), const_cast<uint32_t*>(params.suspects), problem.q_len,
-      problem.num_heads, params.stat_rows);
-  cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return error;
-  PlanWork<<<1, kPlanThreads, 0, stream>>>(params, kBlockQueries, num_sms);
+      const_cast<float*>(params.delta), const_cast<uint32_t*>(params.suspects),
+      problem.dtype == DType::kBF16 ? problem.scale : 1.0f, problem.q_len, problem.num_heads,
+      params.stat_rows);
   error = cudaGetLastError();
   if (error != cudaSuccess || problem.num_heads == problem.num_kv_heads) return error;
   const dim3 tiles(NumTiles(problem), kMergeBlocks);
@@ -189,8 +202,8 @@ const char* RefuseBackward(const BackwardParams& backward) {
   return nullptr;
 }
 
-size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype) {
-  return LayOutScratch(problem, dkv_dtype).end;
+size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype, bool fixed_order) {
+  return LayOutScratch(problem, dkv_dtype, fixed_order).end;
 }
 
 void DescribeBackward(const Problem& problem, char* text, size_t size) {

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (warp == 0) {
       QueryProducer<Traits>(params, q_map, dout_map, k_map, v_map, shared).Work();
     } else if (warp <= Traits::kConsumers) {
-      AddQueryGradients<Traits>(dq_map, shared, warp - 1);
+      AddQueryGradients<Traits>(params, dq_map, shared, warp - 1);
     }
   } else {
     RaiseRegisters<Traits::kConsumerRegisters>();
@@ -101,15 +101,24 @@ cudaError_t LaunchInstantiation(const BackwardParams& backward, const BackwardKe
   return cudaGetLastError();
 }
 
+template <typename Element, int kHeadDim, bool kSoftCap>
+cudaError_t LaunchInOrder(const BackwardParams& backward, const BackwardKernelParams& params,
+                          int blocks, cudaStream_t stream) {
+  if (backward.fixed_order) {
+    return LaunchInstantiation<BackwardTraits<Element, kHeadDim, kSoftCap, true>>(backward, params,
+                                                                                  blocks, stream);
+  }
+  return LaunchInstantiation<BackwardTraits<Element, kHeadDim, kSoftCap, false>>(backward, params,
+                                                                                 blocks, stream);
+}
+
 template <typename Element, int kHeadDim>
 cudaError_t LaunchBackward(const BackwardParams& backward, const BackwardKernelParams& params,
                            int blocks, cudaStream_t stream) {
   if (backward.problem.logits_soft_cap != 0.0f) {
-    return LaunchInstantiation<BackwardTraits<Element, kHeadDim, true>>(backward, params, blocks,
-                                                                        stream);
+    return LaunchInOrder<Element, kHeadDim, true>(backward, params, blocks, stream);
   }
-  return LaunchInstantiation<BackwardTraits<Element, kHeadDim, false>>(backward, params, blocks,
-                                                                       stream);
+  return LaunchInOrder<Element, kHeadDim, false>(backward, params, blocks, stream);
 }
 
 }  // namespace magi_jax::sm90

@@ -18,7 +18,7 @@ const char* RefuseBackward(const BackwardParams& params);
 
 // Bytes of BackwardParams::scratch, which is 128-byte aligned and has undefined contents before and
 // after.
-size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype);
+size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype, bool fixed_order = false);
 
 // What runs for this problem. Writes at most `size` bytes.
 void DescribeBackward(const Problem& problem, char* text, size_t size);
@@ -28,7 +28,8 @@ void DescribeBackward(const Problem& problem, char* text, size_t size);
 // any.
 //
 // dq, and dk and dv of keys that many queries see, are sums of float32 terms in the order in which
-// thread blocks arrive, so that their last bits vary from run to run.
+// thread blocks arrive, so that their last bits vary from run to run; with
+// BackwardParams::fixed_order thread blocks take turns, and the bits are the same.
 cudaError_t Backward(const BackwardParams& params, cudaStream_t stream);
 
 }  // namespace magi_jax::sm90

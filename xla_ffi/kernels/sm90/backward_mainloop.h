@@ -25,6 +25,7 @@ namespace magi_jax::sm90 {
 // Named barriers of the two consumers; 0 is __syncthreads.
 constexpr int kGradientBarrier = 1;  // dS is in shared memory
 constexpr int kVoteBarrier = 2;
+constexpr int kTurnBarrier = 3;  // and 4: of one warpgroup
 
 constexpr int kSpoiledKeys = 1, kSpoiledValues = 2;
 
@@ -95,15 +96,19 @@ struct GradientConsumer {
     // No product is in flight from one iteration to the next: the assembler would give up all
     // overlap.
     while (!(flags & kLastBlock)) NextBlock(ds);
-    LastBlock(ds);
+    const int head = LastBlock(ds);
     Release(&shared.kv_empty);
     const KeyGradientStore<Traits> store{params, kv_head, key_start + thread_row};
+    const float factor = Traits::kScaledDifference ? 1.0f : params.scale;
     if (flags & kSplitTile) {
+      const KeyTurn turn{params, warpgroup, kv_head, key_start / Traits::kBlockN, head};
+      if (Traits::kOrdered) turn.Await(kTurnBarrier + warpgroup, thread % 128);
       store.Add(params.dv_sum, dv, 1.0f);
-      store.Add(params.dk_sum, dk, params.scale);
+      store.Add(params.dk_sum, dk, factor);
+      if (Traits::kOrdered) turn.Pass(kTurnBarrier + warpgroup, thread % 128);
     } else {
       store.Write(params.dv, dv, 1.0f);
-      store.Write(params.dk, dk, params.scale);
+      store.Write(params.dk, dk, factor);
     }
   }
 
@@ -154,8 +159,8 @@ struct GradientConsumer {
     ToGradients(s, dp, rows, ds);
   }
 
-  // dQ and dK of the last block.
-  __device__ __forceinline__ void LastBlock(uint32_t (&ds)[kLogits / 2]) {
+  // dQ and dK of the last block; returns its head.
+  __device__ __forceinline__ int LastBlock(uint32_t (&ds)[kLogits / 2]) {
     float dq[kGradients];
     ShareLogitGradients(ds);
     IssueQueryGradient(dq);
@@ -165,8 +170,10 @@ struct GradientConsumer {
     WgmmaWait<0, 3>();
     PinRegisters(dk);
     PinRegisters(ds);
+    const int head = shared.notes[ring.slot].header.head;
     Release(&shared.q_empty[ring.slot]);
     ring.Advance();
+    return head;
   }
 
   // Half of a thread's logits, as statistics of both halves would take too many registers.
@@ -227,16 +234,20 @@ struct GradientConsumer {
     PackProbabilities<Element>(dp, ds);
   }
 
-  // Half of dp = p (dp - delta).
+  // Half of dp = p (dp - delta), times scale where kScaledDifference.
   template <int kHalf>
-  static __device__ __forceinline__ void TimesDifference(const float (&p)[kLogits],
-                                                         const float2 (&delta)[kLogits / 8],
-                                                         float (&dp)[kLogits]) {
+  __device__ __forceinline__ void TimesDifference(const float (&p)[kLogits],
+                                                  const float2 (&delta)[kLogits / 8],
+                                                  float (&dp)[kLogits]) const {
 #pragma unroll
     for (int i = kHalf * kLogits / 2; i < (kHalf + 1) * kLogits / 2; i += 4) {
       const float2 mean = delta[i / 4 - kHalf * kLogits / 8];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) dp[i + j] = p[i + j] * (dp[i + j] - (j % 2 ? mean.y : mean.x));
+      for (int j = 0; j < 4; ++j) {
+        const float minus = j % 2 ? -mean.y : -mean.x;
+        dp[i + j] = p[i + j] * (Traits::kScaledDifference ? fmaf(dp[i + j], params.scale, minus)
+                                                          : dp[i + j] + minus);
+      }
     }
   }
 
@@ -350,17 +361,23 @@ struct GradientConsumer {
     const int row = QueryOfRow(lane / 4);  // in its group of 8
     const uint32_t address = SharedAddress(shared.dq[warpgroup]) + (16 * warp + row) * 128 +
                              ((lane % 4 / 2 ^ row) << 4) + lane % 2 * 8;
+    const float factor = Traits::kScaledDifference ? 1.0f : params.scale;
     BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot);
     if (thread % 128 == 0) {
       const QueryBlockHeader& header = shared.notes[slot].header;
-      shared.gradient_notes[warpgroup] = {header.query_start, header.head};
+      shared.gradient_notes[warpgroup].row = header.query_start;
+      shared.gradient_notes[warpgroup].head = header.head;
+      if constexpr (Traits::kOrdered) {
+        shared.gradient_notes[warpgroup].rank = header.rank;
+        shared.gradient_notes[warpgroup].next_row = header.next_query;
+      }
     }
 #pragma unroll
     for (int i = 0; i < kGradients; i += 4) {
       const int group = i / 4;  // of 8 columns
       const uint32_t place = (address ^ (group % 4 << 5)) + group / 4 * kM * 128;
-      StorePair(place, dq[i] * params.scale, dq[i + 1] * params.scale);
-      StorePair(place + 8 * 128, dq[i + 2] * params.scale, dq[i + 3] * params.scale);
+      StorePair(place, dq[i] * factor, dq[i + 1] * factor);
+      StorePair(place + 8 * 128, dq[i + 2] * factor, dq[i + 3] * factor);
     }
     FenceAsyncProxy();
     Release(&shared.dq_full[warpgroup]);

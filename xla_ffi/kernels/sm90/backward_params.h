@@ -4,7 +4,10 @@
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_PARAMS_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_PARAMS_H_
 
+#include <cuda_bf16.h>
+
 #include <cstdint>
+#include <type_traits>
 
 #include "xla_ffi/common/params.h"
 #include "xla_ffi/kernels/sm90/kernel_params.h"
@@ -14,13 +17,19 @@ namespace magi_jax::sm90 {
 
 // One instantiation. A tile has kBlockN keys of one kv head; its gradients stay in registers while
 // the tile walks the queries of all heads of the group, kBlockM at a time.
-template <typename ElementT, int kHeadDimT, bool kSoftCapT, int kStagesT = 3, int kDoutStagesT = 2>
+template <typename ElementT, int kHeadDimT, bool kSoftCapT, bool kOrderedT = false,
+          int kStagesT = 3, int kDoutStagesT = 2>
 struct BackwardTraits {
   using Element = ElementT;
   static constexpr int kHeadDim = kHeadDimT;        // of queries, keys and values
   static constexpr bool kSoftCap = kSoftCapT;       // logits are capped
+  static constexpr bool kOrdered = kOrderedT;       // sums have a fixed order
   static constexpr int kStages = kStagesT;          // query blocks in shared memory
   static constexpr int kDoutStages = kDoutStagesT;  // blocks of output cotangents
+
+  // dS is made with the scale in it, which spares a product for each element of dQ. float16 has not
+  // the range for it: dS would lose bits where attention is spread over many keys.
+  static constexpr bool kScaledDifference = std::is_same_v<Element, __nv_bfloat16>;
 
   static constexpr int kConsumers = 2;             // warpgroups
   static constexpr int kBlockM = 64;               // queries of a block
@@ -54,10 +63,15 @@ constexpr int kStatTile = 32;  // queries that share a word of BackwardKernelPar
 constexpr int kQueryAlignment =
     4;  // blocks of queries start at a multiple of it, as copies of statistics need
 
+constexpr int kNoQuery = 0x7FFFFFFF;
+
 struct QueryBlockHeader {
   int32_t query_start, head;   // of the first row
   int32_t key_start, kv_head;  // of the tile
   int32_t flags, num_slices, ids_begin;
+  // Where sums have a fixed order: the tile's place in it, and where the head's next block starts,
+  // kNoQuery after its last.
+  int32_t rank, next_query;
 };
 
 // Beside the queries of a block: which cells are visible. Slices are transposed, keys in the place
@@ -69,6 +83,7 @@ struct QueryBlockNote {
 
 struct GradientNote {
   int32_t row, head;  // row < 0: no more gradients
+  int32_t rank, next_row;
 };
 
 template <typename Traits>
@@ -107,6 +122,12 @@ struct StageRing {
   }
 };
 
+// Below which query a tile has nothing more to add to a head's dQ, and below which neither it nor
+// any tile before it has, as far as it knows.
+struct alignas(8) Progress {
+  int32_t own, all;
+};
+
 // A tile of keys and some of the heads of its group.
 struct WorkItem {
   int32_t tile;
@@ -117,13 +138,18 @@ struct BackwardKernelParams {
   const Slice* slices;
   TileRuns by_key;
   const float* lse;          // [N, stat_rows], times log2(e)
-  const float* delta;        // [N, stat_rows]
+  const float* delta;        // [N, stat_rows], times scale where Traits::kScaledDifference
   const uint32_t* suspects;  // [N, stat_rows / kStatTile], see backward_poison.h
   int stat_rows;
   WorkItem* items;  // of each kv head
   int* num_items;
   int* parts;    // into which the heads of a group are split, of each tile of keys
   int* counter;  // zero at launch
+  // Where sums have a fixed order, else null; see backward_order.h.
+  Progress* progress;  // [kConsumers, N, tiles of keys]
+  int* turns;          // [kConsumers, K, tiles of keys]
+  int* tile_order;     // tiles of keys as they add
+  int* first_queries;
   void* dk;
   void* dv;
   float* dk_sum;  // of split tiles; zero at launch there

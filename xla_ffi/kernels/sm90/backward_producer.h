@@ -10,6 +10,7 @@
 
 #include <climits>
 
+#include "xla_ffi/kernels/sm90/backward_order.h"
 #include "xla_ffi/kernels/sm90/backward_params.h"
 #include "xla_ffi/kernels/sm90/backward_ptx.h"
 
@@ -50,6 +51,7 @@ struct QueryProducer {
   uint32_t kv_parity = 0;
 
   int kv_head, key_start, last_key;
+  int rank;                     // of the tile, where sums have a fixed order
   int tile_flags;               // of the notes of all blocks of the tile
   bool partial;                 // the tile reaches past the last key
   int found_query, found_head;  // of the block whose note is written; negative: none of this tile
@@ -61,17 +63,24 @@ struct QueryProducer {
   __device__ void Work() {
     const int num_items = *params.num_items;
     const int num_work = num_items * params.num_kv_heads;
-    int work = blockIdx.x;
+    // Where items wait for others, a block takes one only when it can begin it.
+    int work = Traits::kOrdered ? Broadcast(TakeItem()) : blockIdx.x;
     while (work < num_work) {
-      int next = 0;
-      if (lane == 0) next = atomicAdd(params.counter, 1) + gridDim.x;
+      const int next = Traits::kOrdered ? 0 : TakeItem() + gridDim.x;
       WalkTile(work, num_items);
-      work = __shfl_sync(0xFFFFFFFF, next, 0);
+      work = Broadcast(Traits::kOrdered ? TakeItem() : next);
     }
     SendNote(kEndOfWork);
   }
 
  private:
+  // Only the first lane gets an item: nobody waits for the counter before the item is needed.
+  __device__ __forceinline__ int TakeItem() { return lane == 0 ? atomicAdd(params.counter, 1) : 0; }
+
+  static __device__ __forceinline__ int Broadcast(int value) {
+    return __shfl_sync(0xFFFFFFFF, value, 0);
+  }
+
   // Items in their order within a section of kv heads, the section's kv heads side by side.
   __device__ void WalkTile(int work, int num_items) {
     const int wanted_heads = (params.section_items + num_items - 1) / num_items;
@@ -85,9 +94,13 @@ struct QueryProducer {
     const int group = params.num_heads / params.num_kv_heads;
     const int first_head = kv_head * group + item.head;
     tile_flags = item.num_heads < group ? kSplitTile : 0;
+    if constexpr (Traits::kOrdered) rank = work / section_heads % NumTiles(params);
     const int table_tile = item.tile / params.parts_per_tile;
     key_start = item.tile * Traits::kBlockN;
-    if (key_start >= params.k_len) return;
+    if (key_start >= params.k_len) {
+      FinishHeads(first_head, item.num_heads);
+      return;
+    }
     last_key = min(key_start + Traits::kBlockN, params.k_len) - 1;
     partial = last_key - key_start + 1 < Traits::kBlockN;
     found_query = -1;
@@ -99,9 +112,21 @@ struct QueryProducer {
       if (found_query < 0) break;
     }
     if (found_query >= 0) {
-      SendBlock(kLastBlock);
+      SendBlock(kLastBlock, kNoQuery);
     } else {
+      FinishHeads(first_head, item.num_heads);
       SendNote(kEmptyTile | tile_flags);
+    }
+  }
+
+  // Says that a tile without blocks adds nothing.
+  __device__ __forceinline__ void FinishHeads(int first_head, int num_heads) {
+    if constexpr (Traits::kOrdered) {
+      for (int i = lane; i < Traits::kConsumers * num_heads; i += 32) {
+        Progress* const progress =
+            ProgressOfHead(params, i / num_heads, first_head + i % num_heads) + rank;
+        SetProgress(progress, {kNoQuery, progress->all});
+      }
     }
   }
 
@@ -142,15 +167,16 @@ struct QueryProducer {
   // Writes the note of a block and sends the one before: whether that is the tile's last shows only
   // now.
   __device__ __forceinline__ void FindBlock(int query, int head) {
-    if (found_query >= 0) SendBlock(0);
+    if (found_query >= 0) SendBlock(0, head == found_head ? query : kNoQuery);
     BarrierWait(&shared.q_empty[ring.slot], ring.parity ^ 1);
     NoteBlock(query, head);
     found_query = query;
     found_head = head;
   }
 
-  __device__ __forceinline__ void SendBlock(int flags) {
+  __device__ __forceinline__ void SendBlock(int flags, int next_query) {
     if (lane == 0) {
+      if constexpr (Traits::kOrdered) shared.notes[ring.slot].header.next_query = next_query;
       shared.notes[ring.slot].header.flags |= flags;
       const int64_t at = static_cast<int64_t>(found_head) * params.stat_rows + found_query;
       uint64_t* barrier = &shared.q_full[ring.slot];
@@ -216,7 +242,10 @@ struct QueryProducer {
     if (count > kMaxInlineSlices) count = run.ids_begin - run.ids_end;
     int flags = tile_flags | (full ? 0 : kMaskedBlock);
     if (!full && AnySuspect(query, head)) flags |= kSuspectBlock;
-    if (lane == 0) note.header = {query, head, key_start, kv_head, flags, count, run.ids_begin};
+    if (lane == 0) {
+      note.header = {query, head, key_start, kv_head, flags, count, run.ids_begin};
+      if constexpr (Traits::kOrdered) note.header.rank = rank;
+    }
     __syncwarp();
   }
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "xla_ffi/kernels/sm90/backward_params.h"
 #include "xla_ffi/kernels/sm90/ptx.h"
 #include "xla_ffi/kernels/sm90/wgmma.h"
 
@@ -15,6 +16,35 @@ namespace magi_jax::sm90 {
 // Makes this thread's ordinary writes to shared memory visible to tensor cores and the copy engine.
 __device__ __forceinline__ void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The same for all of memory, in both directions.
+__device__ __forceinline__ void FenceAsyncProxyEverywhere() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// Words that thread blocks tell each other of their progress with.
+__device__ __forceinline__ int GetWord(const int* address) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void SetWord(int* address, int value) {
+  asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Reads see all that was added before the progress they read was told.
+__device__ __forceinline__ Progress GetProgress(const Progress* address) {
+  uint64_t word;
+  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(address) : "memory");
+  return {static_cast<int32_t>(word), static_cast<int32_t>(word >> 32)};
+}
+
+__device__ __forceinline__ void SetProgress(Progress* address, Progress progress) {
+  const uint64_t word =
+      uint64_t{static_cast<uint32_t>(progress.all)} << 32 | static_cast<uint32_t>(progress.own);
+  asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(address), "l"(word) : "memory");
 }
 
 // threadIdx.x, in a register: reading it again at each use takes as long as a load. The assembler

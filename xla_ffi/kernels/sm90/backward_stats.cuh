@@ -20,7 +20,7 @@ inline int StatRows(int q_len) { return (q_len + kStatTile - 1) / kStatTile * kS
 // keys, and rows past the last query, get +inf, which makes every probability 0.
 __global__ void __launch_bounds__(256)
     PrepareStats(const float* lse, const float* delta, float* lse_out, float* delta_out,
-                 uint32_t* suspects, int q_len, int num_heads, int stat_rows) {
+                 uint32_t* suspects, float delta_factor, int q_len, int num_heads, int stat_rows) {
   __shared__ float lse_tile[kStatTile][kStatTile + 1], delta_tile[kStatTile][kStatTile + 1];
   const int row_start = blockIdx.x * kStatTile, head_start = blockIdx.y * kStatTile;
   for (int i = threadIdx.y; i < kStatTile; i += 8) {
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(256)
     const bool inside = row < q_len && head < num_heads;
     const float value = inside ? lse[at] : -INFINITY;
     lse_tile[i][threadIdx.x] = value == -INFINITY ? INFINITY : value * kLog2e;
-    delta_tile[i][threadIdx.x] = inside ? delta[at] : 0.0f;
+    delta_tile[i][threadIdx.x] = inside ? delta[at] * delta_factor : 0.0f;
   }
   __syncthreads();
   for (int i = threadIdx.y; i < kStatTile; i += 8) {

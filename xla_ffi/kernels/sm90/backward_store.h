@@ -4,6 +4,7 @@
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_STORE_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_STORE_H_
 
+#include "xla_ffi/kernels/sm90/backward_order.h"
 #include "xla_ffi/kernels/sm90/backward_params.h"
 #include "xla_ffi/kernels/sm90/backward_ptx.h"
 #include "xla_ffi/kernels/sm90/epilogue.h"
@@ -19,23 +20,37 @@ __device__ __forceinline__ int RowOfQuery(int i) { return i >> 1 | (i & 1) << 2;
 // One warp of the producers' warpgroup for each consumer: has the copy engine add finished blocks
 // of dQ.
 template <typename Traits>
-__device__ void AddQueryGradients(const CUtensorMap& dq_map, BackwardStorage<Traits>& shared,
-                                  int consumer) {
-  if (threadIdx.x % 32 != 0) return;
+__device__ void AddQueryGradients(const BackwardKernelParams& params, const CUtensorMap& dq_map,
+                                  BackwardStorage<Traits>& shared, int consumer) {
+  const int lane = threadIdx.x % 32;
+  if (!Traits::kOrdered && lane != 0) return;
+  QueryTurn turn{params, consumer, 0};
+  int awaited = -1;  // row of the block whose turn has come
   for (uint32_t parity = 0;; parity ^= 1) {
     BarrierWait(&shared.dq_full[consumer], parity);
     const GradientNote note = shared.gradient_notes[consumer];
     if (note.row < 0) break;
+    const auto await = [&](int row) {
+      turn.Await(note.head, note.rank, min(row + Traits::kBlockM, params.q_len));
+    };
+    if (Traits::kOrdered && note.row != awaited) await(note.row);
+    if (lane == 0) {
 #pragma unroll
-    for (int i = 0; i < Traits::kGradientColumns / Traits::kGradientBox; ++i) {
-      AddBox(shared.dq[consumer] + i * Traits::kBlockM * 128, &dq_map,
-             consumer * Traits::kGradientColumns + i * Traits::kGradientBox, note.head, note.row);
+      for (int i = 0; i < Traits::kGradientColumns / Traits::kGradientBox; ++i) {
+        AddBox(shared.dq[consumer] + i * Traits::kBlockM * 128, &dq_map,
+               consumer * Traits::kGradientColumns + i * Traits::kGradientBox, note.head, note.row);
+      }
+      CommitBoxes();
+      WaitBoxesRead();
+      BarrierArrive(&shared.dq_empty[consumer]);
     }
-    CommitBoxes();
-    WaitBoxesRead();
-    BarrierArrive(&shared.dq_empty[consumer]);
+    if constexpr (Traits::kOrdered) {
+      if (lane == 0) turn.Pass(note);
+      awaited = note.next_row;
+      if (awaited != kNoQuery) await(awaited);
+    }
   }
-  WaitBoxes();
+  if (lane == 0) WaitBoxes();
 }
 
 // Writes a consumer's 64 rows of dK or dV.

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "xla_ffi/kernels/sm90/backward_order.h"
 #include "xla_ffi/kernels/sm90/backward_params.h"
 #include "xla_ffi/kernels/sm90/softmax.h"
 
@@ -16,7 +17,7 @@ namespace magi_jax::sm90 {
 
 constexpr int kPlanThreads = 1024;
 constexpr int kItemsPerSm = 10;  // at least, while items are not too short
-constexpr int kMergeThreads = 256, kMergeBlocks = 8;
+constexpr int kMergeThreads = 256, kMergeBlocks = 32;
 
 // Blocks that a table tile walks for one head, at most; a table may be hostile.
 __device__ __forceinline__ int BlocksOfTile(const TileRuns& by_key, int table_tile, int q_len,
@@ -40,58 +41,150 @@ __device__ __forceinline__ int PartsOfTile(int blocks, int group, int item_block
   return group;
 }
 
+// First query that a table tile may see, a multiple of kQueryAlignment, or kNoQuery.
+__device__ __forceinline__ int FirstQueryOfTile(const TileRuns& by_key, int table_tile) {
+  const int first = max(by_key.ptr[table_tile], 0);
+  const int end = min(by_key.ptr[table_tile + 1], by_key.num_runs);
+  return first < end ? max(by_key.runs[first].begin, 0) & ~(kQueryAlignment - 1) : kNoQuery;
+}
+
+// The order of sums: tiles by falling first query. Nobody has added anything.
+__device__ void PlanOrder(const BackwardKernelParams& params, int num_tiles) {
+  for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads)
+    params.first_queries[tile] = FirstQueryOfTile(params.by_key, tile / params.parts_per_tile);
+  __syncthreads();
+  for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads) {
+    const int first = params.first_queries[tile];
+    int rank = 0;
+    for (int other = 0; other < num_tiles; ++other) {
+      const int query = params.first_queries[other];
+      rank += query > first || (query == first && other < tile);
+    }
+    params.tile_order[rank] = tile;
+  }
+  __syncthreads();
+  const int64_t words = int64_t{2} * params.num_heads * num_tiles;
+  for (int64_t i = threadIdx.x; i < words; i += kPlanThreads) {
+    // Tiles before it start no earlier.
+    const int first = params.first_queries[params.tile_order[i % num_tiles]];
+    params.progress[i] = {first, first};
+  }
+  for (int64_t i = threadIdx.x; i < int64_t{2} * params.num_kv_heads * num_tiles; i += kPlanThreads)
+    params.turns[i] = 0;
+}
+
+// What a block of threads knows of all tiles.
+struct TileStats {
+  unsigned long long all_blocks;  // of one head
+  int most_blocks;                // of one tile and head
+  bool any_split;
+
+  // More blocks than this in an item and its tile is split. Where all tiles walk about the same
+  // number of blocks, splitting them would balance nothing.
+  __device__ __forceinline__ int ItemBlocks(const BackwardKernelParams& params, int num_tiles,
+                                            int group, int num_sms) const {
+    const int64_t share = static_cast<int64_t>(all_blocks) * params.num_heads / num_sms;
+    const bool alike = int64_t{most_blocks} * num_tiles * 5 <= static_cast<int64_t>(all_blocks) * 7;
+    const bool enough = int64_t{num_tiles} * params.num_kv_heads * 10 >= int64_t{num_sms} * 9;
+    const bool fits = int64_t{most_blocks} * group <= params.item_blocks;
+    if (alike && enough && fits) return params.item_blocks;
+    return static_cast<int>(min(max(share / kItemsPerSm, int64_t{params.least_item_blocks}),
+                                int64_t{params.item_blocks}));
+  }
+};
+
+struct RankedTile {
+  int tile, blocks;  // tile < 0: none
+  int parts;
+};
+
+// The tile at a place of an order: that of sums where it is fixed, else by place or longest first.
+template <class PartsOf>
+__device__ __forceinline__ RankedTile TileOfRank(const BackwardKernelParams& params, int rank,
+                                                 int num_tiles, bool by_place, PartsOf parts_of) {
+  if (rank >= num_tiles) return {-1, 0, 1};
+  int tile = rank;
+  if (params.progress != nullptr) {
+    tile = params.tile_order[rank];
+  } else if (!by_place) {
+    const TileRuns& by_key = params.by_key;
+    const int table_tile =
+        min(max(by_key.order[rank / params.parts_per_tile], 0), by_key.num_tiles - 1);
+    tile = table_tile * params.parts_per_tile + rank % params.parts_per_tile;
+  }
+  const int blocks = params.parts[tile];
+  return {tile, blocks, parts_of(blocks)};
+}
+
 // One block. Lists the items of one kv head: those that start at the first head of the group before
-// those that start at the second, longest tiles first.
+// those that start at the second. Neighbours walk the same queries, so tiles follow each other by
+// place while that cannot leave a long one to the end; then longest first.
 __global__ void __launch_bounds__(kPlanThreads)
     PlanWork(const __grid_constant__ BackwardKernelParams params, int block_queries, int num_sms) {
   __shared__ int warp_counts[kPlanThreads / 32];
-  __shared__ unsigned long long all_blocks;  // of one head
-  if (threadIdx.x == 0) all_blocks = 0;
+  __shared__ TileStats stats;
+  if (threadIdx.x == 0) stats = {0, 0, false};
   __syncthreads();
-  const TileRuns& by_key = params.by_key;
-  const int parts_per_tile = params.parts_per_tile;
+  const bool ordered = params.progress != nullptr;
   const int group = params.num_heads / params.num_kv_heads;
-  const int num_tiles = by_key.num_tiles * parts_per_tile;
+  const int num_tiles = NumTiles(params);
   for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads) {
-    const int blocks = BlocksOfTile(by_key, tile / parts_per_tile, params.q_len, block_queries);
-    params.parts[tile] = blocks;
-    atomicAdd(&all_blocks, blocks);
+    const int blocks =
+        BlocksOfTile(params.by_key, tile / params.parts_per_tile, params.q_len, block_queries);
+    params.parts[tile] = blocks;  // until all is listed
+    atomicAdd(&stats.all_blocks, blocks);
+    atomicMax(&stats.most_blocks, blocks);
   }
   __syncthreads();
-  const int64_t share = static_cast<int64_t>(all_blocks) * params.num_heads / num_sms;
-  const int item_blocks = static_cast<int>(min(
-      max(share / kItemsPerSm, int64_t{params.least_item_blocks}), int64_t{params.item_blocks}));
-  for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads)
-    params.parts[tile] = PartsOfTile(params.parts[tile], group, item_blocks);
+  const int item_blocks = stats.ItemBlocks(params, num_tiles, group, num_sms);
+  // Where items wait for each other all tiles are split alike, so that they stand in one order for
+  // all heads.
+  const auto parts_of = [&](int blocks) {
+    if (!ordered) return PartsOfTile(blocks, group, item_blocks);
+    return int64_t{stats.most_blocks} * group > item_blocks ? group : 1;
+  };
+  for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads) {
+    if (parts_of(params.parts[tile]) > 1) stats.any_split = true;
+  }
+  if (ordered) PlanOrder(params, num_tiles);
   __syncthreads();
-  int listed = 0;
+  const bool any_split = stats.any_split;
+  // Without parts there is but one round: its long tiles first.
+  const int64_t long_blocks =
+      any_split || ordered ? -1
+                           : static_cast<int64_t>(stats.all_blocks) * 3 / 2 / max(num_tiles, 1);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int head = 0; head < group; ++head) {
-    for (int start = 0; start < num_tiles; start += kPlanThreads) {
-      const int rank = start + threadIdx.x;
-      WorkItem item{};
-      bool starts = false;
-      if (rank < num_tiles) {
-        const int table_tile =
-            min(max(by_key.order[rank / parts_per_tile], 0), by_key.num_tiles - 1);
-        item.tile = table_tile * parts_per_tile + rank % parts_per_tile;
-        item.head = head;
-        item.num_heads = group / params.parts[item.tile];
-        starts = head % item.num_heads == 0;
+  int listed = 0;
+  const auto list = [&](const RankedTile& ranked, int head, bool wanted) {
+    const int num_heads = group / ranked.parts;
+    const bool starts = wanted && ranked.tile >= 0 && head % num_heads == 0;
+    const uint32_t starting = __ballot_sync(0xFFFFFFFF, starts);
+    if (lane == 0) warp_counts[warp] = __popc(starting);
+    __syncthreads();
+    const int count = warp_counts[lane];
+    const int before = __reduce_add_sync(0xFFFFFFFF, lane < warp ? count : 0);
+    if (starts) {
+      params.items[listed + before + __popc(starting & ((1u << lane) - 1))] = {
+          ranked.tile, static_cast<int16_t>(head), static_cast<int16_t>(num_heads)};
+    }
+    listed += __reduce_add_sync(0xFFFFFFFF, count);
+    __syncthreads();
+  };
+  const RankedTile first_by_place = TileOfRank(params, threadIdx.x, num_tiles, true, parts_of);
+  const RankedTile first_by_length = TileOfRank(params, threadIdx.x, num_tiles, false, parts_of);
+  for (int head = 0; head < (any_split ? group : 1); ++head) {
+    const bool by_place = !any_split || 2 * head < group;
+    for (int round = 0; round < (long_blocks < 0 ? 1 : 2); ++round) {
+      for (int start = 0; start < num_tiles; start += kPlanThreads) {
+        const RankedTile ranked =
+            start > 0 ? TileOfRank(params, start + threadIdx.x, num_tiles, by_place, parts_of)
+                      : (by_place ? first_by_place : first_by_length);
+        list(ranked, head, long_blocks < 0 || (ranked.blocks > long_blocks) == (round == 0));
       }
-      const uint32_t starting = __ballot_sync(0xFFFFFFFF, starts);
-      if (lane == 0) warp_counts[warp] = __popc(starting);
-      __syncthreads();
-      int at = listed + __popc(starting & ((1u << lane) - 1));
-      for (int w = 0; w < kPlanThreads / 32; ++w) {
-        const int count = warp_counts[w];
-        if (w < warp) at += count;
-        listed += count;
-      }
-      if (starts) params.items[at] = item;
-      __syncthreads();
     }
   }
+  for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads)
+    params.parts[tile] = parts_of(params.parts[tile]);
   if (threadIdx.x == 0) {
     *params.num_items = listed;
     *params.counter = 0;
