@@ -88,6 +88,12 @@ def sections() -> list[tuple[str, str, str, Callable[[dict], list[str]]]]:
             f"{python}recompilation.py",
             write.compiles,
         ),
+        (
+            "Recompilation, GPU, beside FlexAttention, with room for half as much again as a sample",
+            "recompilation_flex_gpu.json",
+            f"{python}recompilation.py",
+            write.compiles,
+        ),
         ("Kernels on a CPU", "cpu_kernels.json", f"{python}cpu_kernels.py", write.cpu_kernels),
         (
             "Kernels on a CPU, bfloat16",
