@@ -1,7 +1,7 @@
 // Runs one attention problem through the C++ entry points of a device path, without XLA, so that
 // compute-sanitizer sees nothing but our kernels and buffers of the exact size.
 //
-//   device_driver sm80|sm90 PROBLEM RESULTS
+//   device_driver sm80|sm90|sm90_ordered PROBLEM RESULTS
 //
 // `device_sanitizers.py` writes problems, builds this program and compares the results with the
 // oracle.
@@ -119,7 +119,9 @@ void RunBackward(const std::string& path, BackwardParams params) {
 #ifdef MAGI_JAX_WITH_SM90
   const char* reason = sm90::RefuseBackward(params);
   if (reason != nullptr) Fail(std::string("refused: ") + reason);
-  const Memory scratch(sm90::BackwardScratchBytes(params.problem, params.dkv_dtype));
+  params.fixed_order = path == "sm90_ordered";
+  const Memory scratch(
+      sm90::BackwardScratchBytes(params.problem, params.dkv_dtype, params.fixed_order));
   params.scratch = scratch.as<void>();
   Check(sm90::Backward(params, nullptr), "sm90 backward");
   Check(cudaDeviceSynchronize(), "sm90 backward");
@@ -194,7 +196,7 @@ void RunProblem(const std::string& path, std::istream* file, std::ostream* resul
 }  // namespace magi_jax
 
 int main(int argc, char** argv) {
-  if (argc != 4) magi_jax::Fail("usage: device_driver sm80|sm90 PROBLEM RESULTS");
+  if (argc != 4) magi_jax::Fail("usage: device_driver sm80|sm90|sm90_ordered PROBLEM RESULTS");
   std::ifstream file(argv[2], std::ios::binary);
   std::ofstream results(argv[3], std::ios::binary);
   if (!file || !results) magi_jax::Fail(std::string("cannot open ") + argv[2] + " or " + argv[3]);

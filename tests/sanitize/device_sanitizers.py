@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from provenance import save  # noqa: E402
 
 TOOLS = ("memcheck", "synccheck", "initcheck", "racecheck")
-PATHS = ("sm80", "sm90")
+PATHS = ("sm80", "sm90", "sm90_ordered")
 FRAMES = "gpu_square,gpu_wide,gpu_tall"
 KERNELS = "kns=magi_jax"  # part of the names of ours
 
