@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 
 
 def seconds(
@@ -30,7 +32,7 @@ def seconds(
     start = time.perf_counter()
     wait(call())
     once = time.perf_counter() - start
-    count = min(max(1, int(budget_s / repeats / once)), most)
+    count = _agreed(min(max(1, int(budget_s / repeats / once)), most))
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -39,6 +41,13 @@ def seconds(
         wait(result)
         times.append((time.perf_counter() - start) / count)
     return statistics.median(times)
+
+
+def _agreed(count: int) -> int:
+    """The number of the first process: calls that wait for each other must be as many in all."""
+    if jax.process_count() == 1:
+        return count
+    return int(multihost_utils.broadcast_one_to_all(np.int32(count)))
 
 
 def matmul_tflops() -> float:
