@@ -28,7 +28,8 @@ class PlanConfig:
             None takes all ranks for one node.
         two_level: whether each row crosses to a node once and is passed on inside it, and gradients are
             summed in the node before they cross, instead of one transfer for each rank: True, False, or
-            "auto" where ``cost_model`` predicts less time for it. True needs ``ranks_per_node``.
+            "auto" where ``cost_model`` predicts less time for it. True needs ``ranks_per_node``. Late queries
+            take one step in any case.
         effort: "fast" for planning every batch, "high" for planning ahead in background workers; how
             long "balanced" searches.
         engine: "compiled" or "numpy"; both make the same plans, in milliseconds and in seconds.
