@@ -87,7 +87,7 @@ def choose_stages(
 
     Tried are 1 to `MOST_STAGES` straight stages of equal size, then turned ones (`remote.split_stages`)
     in the best of these numbers, or in the largest where one was best; all of it for each way that rows may
-    take.
+    take and that its links alone do not rule out.
 
     Args:
         work: what one layout asks for.
@@ -97,12 +97,17 @@ def choose_stages(
     """
     compiles = work.engine == "compiled" and work.keys.layout is not None
     predictor = (CompiledTimes if compiles else NumpyTimes)(work, local_len, machine)
-    best: tuple[float, list[_Kind]] | None = None
-    for two_level in machine.ways(work.layout.cp_size):
-        found = _choose(predictor, local_len, machine, counts, two_level)
-        if best is None or found[0] < best[0] * (1 - TIE):
-            best = found
-    assert best is not None, "rows take one step or two"
+    ways = machine.ways(work.layout.cp_size)
+    links_us = {way: _links_us(predictor.held_up(way), machine, way) for way in ways}
+    # Links work side by side, so that the busiest gives a time that no stages beat.
+    least_us = {way: float(links_us[way].max(axis=0).sum()) for way in ways}
+    found: dict[bool, tuple[float, list[_Kind]]] = {}
+    for way in sorted(ways, key=least_us.__getitem__):
+        if all(least_us[way] < other[0] for other in found.values()):
+            found[way] = _choose(predictor, links_us[way], local_len, machine, counts, way)
+    best = min(found[way] for way in found)
+    if False in found and found[False][0] <= best[0] * (1 + TIE):
+        best = found[False]
     predicted_us, kinds = best
     cut: dict[_Kind, Staged] = {}
     for kind in kinds:
@@ -115,12 +120,14 @@ def choose_stages(
 
 def _choose(
     predictor: "NumpyTimes | CompiledTimes",
+    links_us: np.ndarray,
     local_len: int,
     machine: Machine,
     counts: Counts,
     two_level: bool,
 ) -> tuple[float, list[_Kind]]:
     """Predicted time of both directions for rows that move in two steps, or in one, and their stages."""
+    merge_us = machine.cost_model.merge_us(local_len)
     predicted: dict[_Kind, tuple[float, float]] = {}
     kinds: list[_Kind] = []
     total_us = 0.0
@@ -133,8 +140,8 @@ def _choose(
                 predicted[kind] = predictor.times_us(*kind)
             times_us[kind] = predicted[kind][backward]
 
-        rows = predictor.held_up(two_level)
-        vain = settled is None and _is_vain(rows, local_len, machine, bool(backward), two_level)
+        # All that a second stage could hide is less than what merging it costs.
+        vain = settled is None and links_us[:, backward].sum() <= merge_us
         for count in range(1, 2 if vain else MOST_STAGES + 1) if settled is None else (settled,):
             predict(count, turned=False)
         if not vain and settled not in (0, 1):
@@ -242,22 +249,20 @@ def _travel_work(
     )
 
 
-def _is_vain(
-    rows: tuple[np.ndarray, np.ndarray],
-    local_len: int,
-    machine: Machine,
-    backward: bool,
-    two_level: bool,
-) -> bool:
-    """Whether one remote stage is best whatever the kernels take: all that a second could hide is less
-    than what merging it costs. ``rows`` are those that hold ranks up.
+def _links_us(rows: tuple[np.ndarray, np.ndarray], machine: Machine, two_level: bool) -> np.ndarray:
+    """How long the links of the busiest rank are busy, ``[steps, 2]``: forward and backward.
+
+    Args:
+        rows: that hold ranks up, inside nodes and across.
+        machine: what to predict for.
+        two_level: whether rows take two steps, each over links of its own.
     """
     model = machine.cost_model
     near, far = rows
     none = np.zeros_like(near)
-    hidden_us = 0.0
+    busy_us = []
     for step in ((none, far), (near, none)) if two_level else ((near, far),):
-        hidden_us += model.cast_us(*step).max(initial=0.0)
-        if backward:
-            hidden_us += model.reduce_us(*step).max(initial=0.0)
-    return bool(hidden_us <= model.merge_us(local_len))
+        cast_us = model.cast_us(*step)
+        both_us = cast_us + model.reduce_us(*step)
+        busy_us.append((cast_us.max(initial=0.0), both_us.max(initial=0.0)))
+    return np.array(busy_us)

@@ -67,20 +67,19 @@ class StageCutter {
     const int64_t num_ranks = layout_.num_ranks;
     LinkRows rows(num_stages, num_ranks);
     const std::vector<RemoteRange> far = Split(num_stages, turned, two_level, &rows);
-    const StageSlices stages = CutStages(cut_, far, layout_, num_stages);
     const RatesOf forward(rates.first, false), backward(rates.second, true);
     const auto num_groups = static_cast<size_t>((num_stages + 1) * num_ranks);
     KernelTimes times = {std::vector<double>(num_groups, 0.0),
                          std::vector<double>(num_groups, 0.0)};
-    AddKernelTimes(stages.slices.data(), stages.group.data(),
-                   static_cast<int64_t>(stages.group.size()), forward.rates, backward.rates,
-                   &times);
+    for (const StagePiece& piece : CutPieces(cut_, far, layout_))
+      AddKernelTime(piece.slice, piece.group, forward.rates, backward.rates, &times);
     Require(local.first.size() == 6 * local.second.size(), "slices and ranks do not fit together");
-    for (py::ssize_t i = 0; i < local.second.size(); ++i)
-      Require(local.second.data()[i] >= 0 && local.second.data()[i] < num_ranks,
-              "a rank is out of range");
-    AddKernelTimes(RowsOf<BandSlice>(local.first), local.second.data(), local.second.size(),
-                   forward.rates, backward.rates, &times);
+    const auto* slices = RowsOf<BandSlice>(local.first);
+    for (py::ssize_t i = 0; i < local.second.size(); ++i) {
+      const int64_t rank = local.second.data()[i];
+      Require(rank >= 0 && rank < num_ranks, "a rank is out of range");
+      AddKernelTime(slices[i], rank, forward.rates, backward.rates, &times);
+    }
     const auto travels = [&](const Doubles& of) {
       Require(of.size() == 3 * num_ranks, "three times of each rank are needed");
       return TravelTimes{of.data(), of.data() + num_ranks, of.data() + 2 * num_ranks};

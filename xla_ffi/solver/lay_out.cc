@@ -18,11 +18,6 @@ struct KeySegment {
   int64_t begin, end, stage, k_offset;
 };
 
-struct Piece {
-  BandSlice slice;
-  int64_t group;
-};
-
 // Received ranges that abut, globally and so in the buffer, become one segment.
 void AppendReceived(const RemoteRange* first, const RemoteRange* last,
                     std::vector<KeySegment>* segments) {
@@ -38,7 +33,7 @@ void AppendReceived(const RemoteRange* first, const RemoteRange* last,
 
 // Full rectangles first, by keys, then by queries; order[i] breaks ties, so that the sort is
 // stable.
-void SortForJoining(const std::vector<Piece>& pieces, int64_t* first, int64_t* last) {
+void SortForJoining(const std::vector<StagePiece>& pieces, int64_t* first, int64_t* last) {
   std::sort(first, last, [&](int64_t a, int64_t b) {
     const BandSlice &x = pieces[a].slice, &y = pieces[b].slice;
     return std::make_tuple(!x.full(), x.k_start, x.k_end, x.q_start, a) <
@@ -47,9 +42,9 @@ void SortForJoining(const std::vector<Piece>& pieces, int64_t* first, int64_t* l
 }
 
 // Groups pieces (counting sort), and joins full rectangles that abut in queries over the same keys.
-StageSlices JoinRectangles(const std::vector<Piece>& pieces, int64_t num_groups) {
+StageSlices JoinRectangles(const std::vector<StagePiece>& pieces, int64_t num_groups) {
   std::vector<int64_t> ptr(num_groups + 1, 0), order(pieces.size());
-  for (const Piece& piece : pieces) ++ptr[piece.group + 1];
+  for (const StagePiece& piece : pieces) ++ptr[piece.group + 1];
   std::partial_sum(ptr.begin(), ptr.end(), ptr.begin());
   std::vector<int64_t> place(ptr.begin(), ptr.end() - 1);
   for (size_t i = 0; i < pieces.size(); ++i) order[place[pieces[i].group]++] = i;
@@ -166,12 +161,12 @@ std::vector<RemoteRange> SplitStages(const std::vector<RemoteRange>& remote, int
   return out;
 }
 
-StageSlices CutStages(const QueryCut& cut, const std::vector<RemoteRange>& remote,
-                      const Layout& layout, int64_t num_remote_stages) {
+std::vector<StagePiece> CutPieces(const QueryCut& cut, const std::vector<RemoteRange>& remote,
+                                  const Layout& layout) {
   std::vector<std::vector<KeySegment>> own(layout.num_ranks);
   for (int64_t g = 0; g < layout.num_segments; ++g)
     own[layout.owner[g]].push_back({layout.edges[g], layout.edges[g + 1], 0, layout.offset[g]});
-  std::vector<Piece> pieces;
+  std::vector<StagePiece> pieces;
   pieces.reserve(2 * cut.slices.size());
   std::vector<KeySegment> segments;
   const RemoteRange* range = remote.data();
@@ -198,7 +193,12 @@ StageSlices CutStages(const QueryCut& cut, const std::vector<RemoteRange>& remot
       }
     }
   }
-  return JoinRectangles(pieces, (num_remote_stages + 1) * layout.num_ranks);
+  return pieces;
+}
+
+StageSlices CutStages(const QueryCut& cut, const std::vector<RemoteRange>& remote,
+                      const Layout& layout, int64_t num_remote_stages) {
+  return JoinRectangles(CutPieces(cut, remote, layout), (num_remote_stages + 1) * layout.num_ranks);
 }
 
 }  // namespace magi_jax::solver

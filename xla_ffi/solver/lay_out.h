@@ -60,7 +60,18 @@ std::vector<RemoteRange> FindRemote(const QueryCut& cut, const Layout& layout);
 std::vector<RemoteRange> SplitStages(const std::vector<RemoteRange>& remote, int64_t num_ranks,
                                      int64_t num_stages, bool turned);
 
-// Stage 0 reads the rank's own keys, stage i + 1 what remote stage i brings.
+// A slice in local coordinates, of a stage and rank as in StageSlices.
+struct StagePiece {
+  BandSlice slice;
+  int64_t group;
+};
+
+// Stage 0 reads the rank's own keys, stage i + 1 what remote stage i brings. In the order of the
+// cut.
+std::vector<StagePiece> CutPieces(const QueryCut& cut, const std::vector<RemoteRange>& remote,
+                                  const Layout& layout);
+
+// The same by group, rectangles joined that abut in queries over the same keys.
 StageSlices CutStages(const QueryCut& cut, const std::vector<RemoteRange>& remote,
                       const Layout& layout, int64_t num_remote_stages);
 

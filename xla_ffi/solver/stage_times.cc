@@ -112,16 +112,13 @@ double InTwoSteps(const RankTimes& t, bool own_keys_last) {
 
 }  // namespace
 
-void AddKernelTimes(const BandSlice* slices, const int64_t* group, int64_t num_slices,
-                    const Rates& forward, const Rates& backward, KernelTimes* times) {
-  for (int64_t i = 0; i < num_slices; ++i) {
-    const auto area = static_cast<double>(Area(slices[i]));
-    const auto rows =
-        static_cast<double>(std::max<int64_t>(slices[i].q_end - slices[i].q_start, 1));
-    const double log_keys = std::log(std::max(area / rows, 1.0));
-    times->forward_us[group[i]] += area * forward.us_per_cell / RateAt(log_keys, forward);
-    times->backward_us[group[i]] += area * backward.us_per_cell / RateAt(log_keys, backward);
-  }
+void AddKernelTime(const BandSlice& slice, int64_t group, const Rates& forward,
+                   const Rates& backward, KernelTimes* times) {
+  const auto area = static_cast<double>(Area(slice));
+  const auto rows = static_cast<double>(std::max<int64_t>(slice.q_end - slice.q_start, 1));
+  const double log_keys = std::log(std::max(area / rows, 1.0));
+  times->forward_us[group] += area * forward.us_per_cell / RateAt(log_keys, forward);
+  times->backward_us[group] += area * backward.us_per_cell / RateAt(log_keys, backward);
 }
 
 double PredictUs(const std::vector<double>& kernel_us, const LinkRows& rows, int64_t num_ranks,

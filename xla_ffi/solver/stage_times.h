@@ -33,9 +33,9 @@ struct KernelTimes {
   std::vector<double> forward_us, backward_us;
 };
 
-// Adds the slices [num_slices] of groups `group`.
-void AddKernelTimes(const BandSlice* slices, const int64_t* group, int64_t num_slices,
-                    const Rates& forward, const Rates& backward, KernelTimes* times);
+// Adds a slice of a group. Rectangles that could be joined take the same time together as apart.
+void AddKernelTime(const BandSlice& slice, int64_t group, const Rates& forward,
+                   const Rates& backward, KernelTimes* times);
 
 // When the last rank is done with one direction.
 double PredictUs(const std::vector<double>& kernel_us, const LinkRows& rows, int64_t num_ranks,
