@@ -80,7 +80,7 @@ def make_units(problem: DispatchProblem, fineness: int = 0, engine: str = "numpy
     """
     edges = problem.edges
     area, needs = _work_of_units(problem, edges, engine)
-    light_area = float(np.quantile(area, LIGHT_QUANTILE))
+    light_area = _quantile(area, LIGHT_QUANTILE)
     split, parts = _chunks_to_split(area, light_area, problem, fineness)
     slot = int(edges[1] - edges[0])
     if len(split):
@@ -116,6 +116,17 @@ def make_units(problem: DispatchProblem, fineness: int = 0, engine: str = "numpy
         split_chunks=len(split),
         light_area=light_area,
     )
+
+
+def _quantile(values: np.ndarray, share: float) -> float:
+    """`numpy.quantile`, which takes longer than to sort some hundred values."""
+    ordered = np.sort(values)
+    place = share * (len(values) - 1)
+    below = int(place)
+    beyond = place - below
+    low, high = float(ordered[below]), float(ordered[min(below + 1, len(values) - 1)])
+    step = high - low
+    return low + step * beyond if beyond < 0.5 else high - step * (1 - beyond)
 
 
 def _work_of_units(

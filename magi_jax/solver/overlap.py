@@ -109,12 +109,7 @@ def choose_stages(
     if False in found and found[False][0] <= best[0] * (1 + TIE):
         best = found[False]
     predicted_us, kinds = best
-    cut: dict[_Kind, Staged] = {}
-    for kind in kinds:
-        if kind not in cut:
-            count, turned, two_level = kind
-            per_node = machine.node_of(work.layout.cp_size) if two_level else None
-            cut[kind] = work.staged(count, turned, per_node)
+    cut = {kind: predictor.staged(*kind) for kind in set(kinds)}
     return Choice(cut[kinds[0]], cut[kinds[1]], predicted_us, kinds[0][2])
 
 
@@ -175,11 +170,15 @@ class NumpyTimes:
         near, far = _link_rows(self.work.far, 1, self.work.layout.cp_size, self.machine, two_level)
         return near[0], far[0]
 
+    def staged(self, count: int, turned: bool, two_level: bool) -> Staged:
+        """The work in ``count`` stages."""
+        per_node = self.machine.node_of(self.work.layout.cp_size) if two_level else None
+        return self.work.staged(count, turned, per_node)
+
     def times_us(self, count: int, turned: bool, two_level: bool) -> tuple[float, float]:
         """Time of each direction in ``count`` stages."""
         work, machine, cp_size = self.work, self.machine, self.work.layout.cp_size
-        per_node = machine.node_of(cp_size) if two_level else None
-        staged = work.staged(count, turned, per_node)
+        staged = self.staged(count, turned, two_level)
         rows = _link_rows(staged.remote, count, cp_size, machine, two_level)
         shapes = timeline.shapes_of(staged.slices, cp_size, machine.cost_model, work.engine)
         forward, backward = (
@@ -209,6 +208,11 @@ class CompiledTimes:
         """As in `NumpyTimes`."""
         near, far = self.cutter.held_up(two_level)
         return near, far
+
+    def staged(self, count: int, turned: bool, two_level: bool) -> Staged:
+        """As in `NumpyTimes`."""
+        per_node = self.machine.node_of(self.work.layout.cp_size) if two_level else None
+        return self.work.staged(count, turned, per_node, self.cutter)
 
     def times_us(self, count: int, turned: bool, two_level: bool) -> tuple[float, float]:
         """As in `NumpyTimes`."""

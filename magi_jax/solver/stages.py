@@ -44,6 +44,7 @@ def cut_stages(
     turned: bool = False,
     engine: str = "numpy",
     ranks_per_node: int | None = None,
+    cutter: Any = None,
 ) -> Staged:
     """`split_stages`, then `stage_slices`.
 
@@ -55,9 +56,10 @@ def cut_stages(
         turned: see `split_stages`.
         engine: "numpy" or "compiled"; both find the same.
         ranks_per_node: cuts the rows of nodes of so many ranks instead: `two_level.split_stages`.
+        cutter: the `stage_cutter` of all this, where there is one already.
     """
     if engine == "compiled":
-        cutter = stage_cutter(cut, remote, layout, ranks_per_node)
+        cutter = cutter or stage_cutter(cut, remote, layout, ranks_per_node)
         ranges, slices, group = cutter.cut(num_remote_stages, turned, ranks_per_node is not None)
         by_stage = _by_stage(slices, group, layout.cp_size, num_remote_stages)
         return Staged(Remote(*ranges.T), by_stage)
