@@ -14,6 +14,8 @@ from magi_jax.solver.work import Work, traffic
 MOST_STAGES = 4
 # A way whose transfers take so many times the least is not looked at further.
 LIKELY = 1.1
+# A way whose transfers take so many times the least is not looked at further.
+LIKELY = 1.1
 
 # Numbers of remote stages of the forward and the backward pass that are settled; None leaves one open.
 Counts = tuple[int | None, int | None]
@@ -86,8 +88,8 @@ def choose_stages(
     """Predicts stages from their exact slices and takes the fastest, for each direction by itself.
 
     Tried are 1 to `MOST_STAGES` straight stages of equal size, then turned ones (`remote.split_stages`)
-    in the best of these numbers, or in the largest where one was best; all of it for each way that rows may
-    take and that its links alone do not rule out.
+    in the best of these numbers, or in the largest where one was best. Rows take the way, in one step or in
+    two, whose transfers take less time; where they take nearly the same, all is tried for both.
 
     Args:
         work: what one layout asks for.
@@ -99,6 +101,8 @@ def choose_stages(
     predictor = (CompiledTimes if compiles else NumpyTimes)(work, local_len, machine)
     ways = machine.ways(work.layout.cp_size)
     links_us = {way: _links_us(predictor.held_up(way), machine, way) for way in ways}
+    likely_us = LIKELY * min(float(links_us[way].sum()) for way in ways)
+    ways = tuple(way for way in ways if links_us[way].sum() <= likely_us)
     # Links work side by side, so that the busiest gives a time that no stages beat.
     least_us = {way: float(links_us[way].max(axis=0).sum()) for way in ways}
     found: dict[bool, tuple[float, list[_Kind]]] = {}
