@@ -11,8 +11,8 @@ def scaling(stored: dict) -> list[str]:
     machine, errors = stored["machine"], stored["fit_error"]
     kernels = stored["kernels"][0]
     lines = [
-        f"Kernel calls were timed on {kernels['device']} (commit `{kernels['commit']}`, {kernels['date']},"
-        f" `{kernels['command']}`): {stored['timed_pieces']} of {stored['pieces']} different calls, those of"
+        f"Kernel calls were timed on {stored['kernels'][0]['device']} ({sources}):"
+        f" {stored['timed_pieces']} of {stored['pieces']} different calls, those of"
         " the slowest ranks first. The others take the time of a fit to the timed ones, which is off by"
         f" {percent(errors['forward'][0])} (median) and {percent(errors['forward'][1])} (95th percentile)"
         f" forward, {percent(errors['backward'][0])} and {percent(errors['backward'][1])} backward."
