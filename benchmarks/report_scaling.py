@@ -9,7 +9,9 @@ OURS = "magi_jax"
 def scaling(stored: dict) -> list[str]:
     """Ours beside the best other strategy, and the ratio."""
     machine, errors = stored["machine"], stored["fit_error"]
-    kernels = stored["kernels"][0]
+    sources = "; ".join(
+        f"commit `{run['commit']}`, {run['date']}, `{run['command']}`" for run in stored["kernels"]
+    )
     lines = [
         f"Kernel calls were timed on {stored['kernels'][0]['device']} ({sources}):"
         f" {stored['timed_pieces']} of {stored['pieces']} different calls, those of"
@@ -67,7 +69,7 @@ def timed_shares(rows: list[dict]) -> list[str]:
         shares.append("{} and {} at {} ranks".format(*pair, cp))
     return [
         f"Of the kernel time of ours and of the others, means over masks, {', '.join(shares)} was timed; the"
-        " rest is the fit's. The kernels are those of the commit named above, the plans and layouts those of"
+        " rest is the fit's. The kernels are those of the commits named above, the plans and layouts those of"
         " the commit of this section."
     ]
 
