@@ -55,7 +55,7 @@ class Effort(NamedTuple):
 
     Attributes:
         passes: greedy passes of `balanced_starts.GREEDY` that make starting points.
-        node_first: whether others are dealt out, and made from nodes that are settled first.
+        node_first: whether others are made from nodes that are settled first.
         probe: proposed exchanges for each starting point.
         probe_temperature: of these.
         searches: of the best starting points, how many are searched.
@@ -243,9 +243,8 @@ def _search(
         for start in starts
         if np.bincount(start, units.area, cp_size).max() <= MAX_START_IMBALANCE * mean_area
     ]
-    starts = greedy_starts(site, placement, effort.passes)
+    starts = greedy_starts(site, placement, effort.passes) + dealt(site, placement)
     if effort.node_first:
-        starts += dealt(site, placement)
         starts += node_first_starts(site, placement, starts, effort.period)
     area = effort.rounds[-1].area
     probes = [
