@@ -116,6 +116,12 @@ def sections() -> list[tuple[str, str, str, Callable[[dict], list[str]]]]:
             "python tests/sanitize/device_sanitizers.py --build BUILD",
             write.sanitizers,
         ),
+        (
+            "Device kernels under racecheck",
+            "device_racecheck.json",
+            "python tests/sanitize/device_sanitizers.py --build BUILD --tools racecheck",
+            write.sanitizers,
+        ),
     ]
 
 
