@@ -1,6 +1,7 @@
 """Where figures come from: machine, versions, commit and command, as every result file states them."""
 
 import datetime
+import functools
 import json
 import pathlib
 import platform
@@ -39,6 +40,7 @@ def save(path: pathlib.Path, commit: str | None, content: dict[str, Any]) -> Non
     path.write_text(json.dumps({**describe(commit), **content}, indent=1) + "\n")
 
 
+@functools.cache  # asking takes a second, and files are written often
 def _gpu() -> str | None:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
