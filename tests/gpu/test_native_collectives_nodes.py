@@ -48,11 +48,11 @@ def test_same_bits_as_the_portable_transport(ranks_per_node, placement, rng):
 
 @placements
 def test_distributed_attention_and_its_gradients(placement, rng):
-    """Three stages of both passes, in two steps each, beside attention."""
+    """Two stages of both passes, in two steps each, beside attention."""
     mesh = mesh_of(2)
-    mask = masks.varlen([300, 500, 224], causal=True) | masks.global_rows(1024, rows=(700, 704))
+    mask = masks.varlen([300, 500, 224], causal=True)
     config = PlanConfig(
-        chunk_size=64, overlap=3, ranks_per_node=1, two_level=True, travelling=((700, 704),)
+        chunk_size=64, overlap=2, ranks_per_node=1, two_level=True, travelling="never"
     )
     plan = make_plan(mask, 2, config)
     assert plan.spec.ranks_per_node == 1
