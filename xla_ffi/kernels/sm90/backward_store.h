@@ -29,6 +29,8 @@ __device__ void AddQueryGradients(const BackwardKernelParams& params, const CUte
   for (uint32_t parity = 0;; parity ^= 1) {
     BarrierWait(&shared.dq_full[consumer], parity);
     const GradientNote note = shared.gradient_notes[consumer];
+    // All lanes have read the note before the first gives its place back.
+    if constexpr (Traits::kOrdered) __syncwarp();
     if (note.row < 0) break;
     const auto await = [&](int row) {
       turn.Await(note.head, note.rank, min(row + Traits::kBlockM, params.q_len));
