@@ -14,6 +14,7 @@ def kernels(stored: dict) -> list[str]:
         " MagiAttention's kernels cannot be called from JAX and did not run beside these;"
         " [Kernel notes](kernel_notes.md) has their figures of an earlier run on such a card. At 1024 tokens"
         " the calls of the host take a part of the time.",
+        *(["", stored["note"]] if "note" in stored else []),
     ]
     behind = []
     for head_dim in distinct(stored["rows"], "head_dim"):
