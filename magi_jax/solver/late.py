@@ -177,6 +177,8 @@ def _split(cut, base, columns, rows, span) -> tuple[QueryCut, QueryCut]:
     """What of a cut lies outside of ``rows`` and inside, where ``base`` takes the positions in ``columns`` to
     one axis on which each rank has ``span`` places.
     """
+    if not len(rows.rank):
+        return cut, QueryCut(*(part[:0] for part in cut))
     first, last = cut.slices[:, columns[0]] + base, cut.slices[:, columns[1]] + base
     begin, end = rows.rank * span + rows.begin, rows.rank * span + rows.end
     gaps = np.append(0, end), np.append(begin, len(rows.held) * span)
