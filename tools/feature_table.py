@@ -189,8 +189,8 @@ that of a case of
   for its kernels with those of sm80 behind them, which serve what it does not support
   ([kernel notes](kernel_notes.md)), and float32 is bfloat16 there.
 
-The cases of the GPU columns passed with jax 0.11.2, those of one device on an H200, the distributed ones over two
-H200s of one host, with two ranks also where a case says four. With one GPU they have one rank.
+The cases of the GPU columns passed with jax 0.11.2, those of one device on an H200, the distributed ones over
+two H200s of one host, with two ranks also where a case says four. With one GPU they have one rank.
 """
 
 
