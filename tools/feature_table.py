@@ -104,6 +104,11 @@ OWN = {
     "travelling queries": (
         "tests/parallel/test_travelling.py::test_every_kind_of_mask_in_one_program",
     ),
+    "rows that cross between nodes once": (
+        "tests/parallel/test_nodes.py::test_every_mask",
+        "tests/parallel/test_nodes.py::test_bytes_between_nodes_are_those_of_the_report",
+        "tests/plan/test_node_plans.py::test_every_cell_once_and_every_row_once_per_node",
+    ),
     "remat": (
         "tests/ops/test_attention_transforms.py::test_remat_saves_the_context",
         "tests/features/test_options.py::test_a_policy_keeps_remote_keys",
