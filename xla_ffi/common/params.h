@@ -79,7 +79,7 @@ struct BackwardParams {
   void* dv;   // [S, K, Hv], dtype dkv_dtype
   DType dkv_dtype;
   bool fixed_order;  // sums are taken in one order: equal inputs give equal bits
-  void* scratch;  // as much as the path's ScratchBytes() asked for, or null
+  void* scratch;     // as much as the path's ScratchBytes() asked for, or null
 };
 
 }  // namespace magi_jax
