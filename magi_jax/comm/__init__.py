@@ -1,4 +1,4 @@
-"""Group collectives: rows pushed to the ranks that need them, sums of rows pulled back."""
+"""Group collectives: rows go to the ranks that need them, sums of rows come back."""
 
 from magi_jax.comm.group_collectives import (
     finish,
