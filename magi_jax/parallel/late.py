@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 
-from magi_jax.comm import InFlight, Transport, finish, start_cast, start_reduce
+from magi_jax.comm import InFlight
 from magi_jax.parallel.overlap import barrier
+from magi_jax.parallel.pipeline import KeysValues, Link
 from magi_jax.plan import LateTables
-
-KeysValues = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -24,23 +23,19 @@ class Late:
 
     Attributes:
         tables: this rank's part of the plan's tables.
-        axis_name: axis whose ranks exchange keys.
-        transport: transport of the group collectives.
-        wire_dtype: dtype in which dK and dV return; None is float32.
+        link: how keys, values and their gradients move.
         kept: keys and values that were fetched before; None to fetch them.
     """
 
     tables: LateTables
-    axis_name: str
-    transport: Transport
-    wire_dtype: Any = None
+    link: Link
     kept: KeysValues | None = None
 
     def fetch(self, keys_values: KeysValues) -> InFlight | None:
         """Starts to bring all keys and values of late queries together, own ones too."""
         if self.kept is not None:
             return None
-        return start_cast(keys_values, self.tables.comm, self.axis_name, transport=self.transport)
+        return self.link.start_cast(keys_values, self.tables.comm)
 
     def take(self, pending: InFlight | None, done: Any) -> tuple[KeysValues, Any]:
         """What was fetched, and ``done``, results so far, which it waits for."""
@@ -48,7 +43,7 @@ class Late:
             assert self.kept is not None, "nothing was fetched"
             return self.kept, done
         pending, done = barrier(pending, done)
-        keys, values = finish(pending, self.transport)
+        keys, values = self.link.finish(pending)
         return (keys, values), done
 
     def attend(
@@ -85,14 +80,8 @@ class Late:
         keys_values, rows = self.take(pending, rows)
         dq, *dkv = gradients(self._rows_of(*rows), keys_values, self.tables.calc)
         shared = self.tables.shared
-        returning = start_reduce(
-            dkv,
-            self.tables.comm if shared is None else shared.comm,
-            self.axis_name,
-            wire_dtype=self.wire_dtype,
-            transport=self.transport,
-        )
-        return dq, returning
+        comm = self.tables.comm if shared is None else shared.comm
+        return dq, self.link.start_reduce(dkv, comm)
 
     @property
     def is_all_of_its_keys(self) -> bool:
@@ -105,7 +94,7 @@ class Late:
 
     def add_returned(self, dkv: list[jax.Array], returning: InFlight) -> list[jax.Array]:
         """Gradients of own keys and values with those that return."""
-        returned = finish(returning, self.transport)
+        returned = self.link.finish(returning)
         shared = self.tables.shared
         if shared is None:
             return [x + y for x, y in zip(dkv, returned, strict=True)]

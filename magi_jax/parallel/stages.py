@@ -17,11 +17,10 @@ from magi_jax.ops import Implementation, add_sinks, sinks_gradient
 from magi_jax.ops.lse import max_of_rows
 from magi_jax.parallel.late import Late
 from magi_jax.parallel.overlap import after, barrier, behind
-from magi_jax.parallel.pipeline import Fetches, Link, Returns
+from magi_jax.parallel.pipeline import Fetches, KeysValues, Link, Returns
 from magi_jax.parallel.travelling import Travel, merge_returned
 from magi_jax.plan import AttentionPlan, LateTables
 
-KeysValues = tuple[jax.Array, jax.Array]
 Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]  # q, k, v, sinks
 
 
@@ -172,7 +171,7 @@ class Stages:
     def _travel(self, plan: AttentionPlan) -> Travel | None:
         if plan.travel is None:
             return None
-        return Travel(plan.travel, self.axis_name, self.transport, self.reduce_dtype)
+        return Travel(plan.travel, self._link)
 
     @property
     def _link(self) -> Link:
@@ -181,7 +180,7 @@ class Stages:
     def _late(self, tables: LateTables | None, kept: KeysValues | None = None) -> Late | None:
         if tables is None:
             return None
-        return Late(tables, self.axis_name, self.transport, self.reduce_dtype, kept)
+        return Late(tables, self._link, kept)
 
     def _kernel_options(self) -> dict[str, Any]:
         return {"scale": self.scale, "logits_soft_cap": self.logits_soft_cap}

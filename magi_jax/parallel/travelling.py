@@ -12,11 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from magi_jax.comm import Transport, cast_in_steps, reduce_in_steps
+from magi_jax.comm import cast_in_steps, reduce_in_steps
 from magi_jax.ops.lse import merge
+from magi_jax.parallel.pipeline import KeysValues, Link
 from magi_jax.plan import TravelTables
-
-KeysValues = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -25,19 +24,16 @@ class Travel:
 
     Attributes:
         tables: this rank's part of the plan's tables.
-        axis_name: axis whose ranks exchange them.
-        transport: transport of the group collectives.
-        wire_dtype: dtype in which partial ``out`` and dQ return; None is float32.
+        link: how they, partial ``out`` and dQ move.
     """
 
     tables: TravelTables
-    axis_name: str
-    transport: Transport
-    wire_dtype: Any = None
+    link: Link
 
     def send(self, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Rows ``[T, ...]`` of travelling queries, at the owners of their keys: ``[visitors, ...]``."""
-        return cast_in_steps(rows, self.tables.comm, self.axis_name, transport=self.transport)
+        link = self.link
+        return cast_in_steps(rows, self.tables.comm, link.axis_name, transport=link.transport)
 
     def attend(
         self, attend: Callable, visitors: tuple[jax.Array, ...], keys_values: KeysValues
@@ -78,10 +74,10 @@ class Travel:
         return reduce_in_steps(
             partials,
             self.tables.comm,
-            self.axis_name,
+            self.link.axis_name,
             op=op,
-            wire_dtype=self.wire_dtype,
-            transport=self.transport,
+            wire_dtype=self.link.wire_dtype,
+            transport=self.link.transport,
         )
 
 
