@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from magi_jax.parallel import dispatch, undispatch
+from magi_jax.parallel import dispatch, dist_attention, undispatch
 from magi_jax.plan import PlanConfig, make_plan
 from magi_jax.testing import oracle
 
@@ -106,6 +106,19 @@ def value_and_grads(attention, problem):
     q, k, v, sinks = problem[:4]
     grads, results = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(q, k, v, sinks)
     return Answer(*results, *grads)
+
+
+def run_with(mesh, **options):
+    """A jitted function of a dispatched problem and its plan that gives the `Answer`."""
+
+    @jax.jit
+    def run(problem, plan):
+        def attention(q, k, v, sinks):
+            return dist_attention(q, k, v, plan, mesh=mesh, sinks=sinks, return_lse=True, **options)
+
+        return value_and_grads(attention, problem)
+
+    return run
 
 
 def make_mesh(kind=AxisType.Auto, **axes):

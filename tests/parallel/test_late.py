@@ -14,7 +14,7 @@ from attention_problem import (
     expected_batch,
     make_mesh,
     random_problem,
-    value_and_grads,
+    run_with,
 )
 
 from magi_jax import masks
@@ -25,17 +25,6 @@ from magi_jax.testing import cases, hlo
 SEQ_LEN = 71
 WINDOW = masks.local(SEQ_LEN, window=(6, 0))
 CONFIG = PlanConfig(chunk_size=4, overlap="late", roll_shifts=(), travelling="never", tile_size=128)
-
-
-def run_with(mesh, **options):
-    @jax.jit
-    def run(problem, plan):
-        def attention(q, k, v, sinks):
-            return dist_attention(q, k, v, plan, mesh=mesh, sinks=sinks, return_lse=True, **options)
-
-        return value_and_grads(attention, problem)
-
-    return run
 
 
 @pytest.mark.parametrize(("cp_size", "cap", "tile_size"), [(2, None, 128), (8, 2.0, 4)])

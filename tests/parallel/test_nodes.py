@@ -16,8 +16,8 @@ from attention_problem import (
     expected_batch,
     make_mesh,
     random_problem,
+    run_with,
     shared_plans,
-    value_and_grads,
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -39,17 +39,6 @@ NODES = PlanConfig(
     two_level=True,
     travelling="never",
 )
-
-
-def run_with(mesh, **options):
-    @jax.jit
-    def run(problem, plan):
-        def attention(q, k, v, sinks):
-            return dist_attention(q, k, v, plan, mesh=mesh, sinks=sinks, return_lse=True, **options)
-
-        return value_and_grads(attention, problem)
-
-    return run
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from attention_problem import (
     expected_batch,
     make_mesh,
     random_problem,
-    value_and_grads,
+    run_with,
 )
 
 from magi_jax import masks
@@ -26,17 +26,6 @@ BLOCK = masks.causal(SEQ_LEN) | masks.global_rows(SEQ_LEN, rows=(30, 33))
 CONFIG = PlanConfig(
     chunk_size=4, overlap=(2, 1), roll_shifts=(), travelling=((30, 33), (60, 71)), tile_size=128
 )
-
-
-def run_with(mesh, **options):
-    @jax.jit
-    def run(problem, plan):
-        def attention(q, k, v, sinks):
-            return dist_attention(q, k, v, plan, mesh=mesh, sinks=sinks, return_lse=True, **options)
-
-        return value_and_grads(attention, problem)
-
-    return run
 
 
 @pytest.mark.parametrize(("cp_size", "cap"), [(2, None), (8, 2.0)])
