@@ -37,12 +37,18 @@ def head_ring_us(strategy, work: Work, kernels: np.ndarray, machine: Machine, ba
     return 2 * q_us + kv_us + ring(strategy, work, kernels, machine)
 
 
+def _neighbours(outer: int, inner: int) -> tuple[np.ndarray, np.ndarray]:
+    """The group that each group receives from, on the inner ring and on the outer."""
+    group = np.arange(outer * inner)
+    return group // inner * inner + (group - 1) % inner, (group - inner) % len(group)
+
+
 def _hops(strategy, work: Work, machine: Machine) -> tuple[np.ndarray, float]:
     """Microseconds of a hop to each group from the one before on the inner ring, and on the outer."""
     (_, outer), (_, inner), (_, heads) = strategy.axes
     shard = work.rows * heads * 2 * max(NUM_KV_HEADS // heads, 1) * HEAD_DIM * 2
     group = np.arange(outer * inner)
-    before = group // inner * inner + (group - 1) % inner
+    before, _ = _neighbours(outer, inner)
     crosses = group * heads // machine.node != before * heads // machine.node
     hop = np.where(crosses, machine.move_us(0, shard), machine.move_us(shard, 0))
     return hop, machine.move_us(0, shard)
@@ -51,14 +57,12 @@ def _hops(strategy, work: Work, machine: Machine) -> tuple[np.ndarray, float]:
 def _ring_forward_us(strategy, work: Work, kernels: np.ndarray, machine: Machine) -> float:
     """A group computes on one block while the next one arrives in a second buffer."""
     (_, outer), (_, inner), _ = strategy.axes
+    before, outer_before = _neighbours(outer, inner)
     hop, outer_hop = _hops(strategy, work, machine)
-    group = np.arange(len(kernels))
-    before = group // inner * inner + (group - 1) % inner
-    outer_before = (group - inner) % len(group)
     heads = max(NUM_HEADS // strategy.heads, 1)
     merge_us = (4 + 4 + 2) * work.rows * strategy.heads * heads * HEAD_DIM / machine.memory
-    end, began, round_began = np.zeros((3, len(group)))
-    first = np.zeros(len(group))  # when the block that opens a round is there
+    end, began, round_began = np.zeros((3, len(before)))
+    first = np.zeros(len(before))  # when the block that opens a round is there
     for step in range(outer * inner):
         if step % inner == 0:
             arrived, round_began = first, np.maximum(first, end)
@@ -74,15 +78,13 @@ def _ring_forward_us(strategy, work: Work, kernels: np.ndarray, machine: Machine
 def _ring_backward_us(strategy, work: Work, kernels: np.ndarray, machine: Machine) -> float:
     """Sums of dK and dV follow their block, hidden by the kernels of the next step or round."""
     (_, outer), (_, inner), _ = strategy.axes
+    before, outer_before = _neighbours(outer, inner)
     hop, outer_hop = _hops(strategy, work, machine)
-    group = np.arange(len(kernels))
-    before = group // inner * inner + (group - 1) % inner
-    outer_before = (group - inner) % len(group)
     heads = max(NUM_HEADS // strategy.heads, 1)
     merge_us = 3 * 4 * work.rows * strategy.heads * heads * HEAD_DIM / machine.memory
-    end, home = np.zeros((2, len(group)))
+    end, home = np.zeros((2, len(before)))
     for outer_step in range(outer):
-        passed = np.zeros(len(group))  # when the sums of the block are here
+        passed = np.zeros(len(before))  # when the sums of the block are here
         for step in range(outer_step * inner, (outer_step + 1) * inner):
             busy = kernels[:, step]
             end = end + busy + merge_us * ((busy > 0) & (step > 0))
