@@ -7,10 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from magi_jax.plan import SliceTable
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+# What float32 holds with full precision.
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -145,11 +148,19 @@ def check_table(table: SliceTable, q_len: int, k_len: int) -> None:
 
 
 def check_options(scale: float, logits_soft_cap: float) -> None:
-    """Refuses a scale or cap that no logits can be made with."""
+    """Refuses a scale or cap that no logits can be made with in float32."""
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite; got {scale}")
     if not math.isfinite(logits_soft_cap) or logits_soft_cap < 0:
         raise ValueError(f"logits_soft_cap must be positive, or 0 for none; got {logits_soft_cap}")
+    if abs(scale) > _LARGEST:
+        raise ValueError(f"scale must fit in float32, up to {_LARGEST}; got {scale}")
+    # A smaller cap would be rounded to 0, which means none.
+    if logits_soft_cap and not _SMALLEST <= logits_soft_cap <= _LARGEST:
+        raise ValueError(
+            f"logits_soft_cap must fit in float32, from {_SMALLEST} to {_LARGEST}, or be 0 for"
+            f" none; got {logits_soft_cap}"
+        )
 
 
 def check_forward(

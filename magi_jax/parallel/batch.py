@@ -17,6 +17,9 @@ from magi_jax.plan import AttentionPlan
 def forward(stages: Stages, operands, plan: AttentionPlan):
     """`Stages.forward` on local ``[T, N, H]`` or ``[B, T, N, H]``; ``plan`` still has its ranks."""
     q, k, v, sinks = operands
+    if _is_empty(q):
+        no_logits = jnp.full(q.shape[2], -jnp.inf) if stages.with_max_logits else None
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.zeros(q.shape[:3]), (), no_logits
     if plan.positions.ndim == 3:
         *results, max_logits = in_turns(
             lambda arrays, part: _forward(stages, (*arrays, sinks), part), (q, k, v), plan
@@ -34,6 +37,8 @@ def forward(stages: Stages, operands, plan: AttentionPlan):
 def backward(stages: Stages, cotangents, results, operands, plan: AttentionPlan):
     """`Stages.backward` on the same arrays."""
     q, k, v, sinks = operands
+    if _is_empty(q):
+        return jax.tree.map(jnp.zeros_like, operands)
     if plan.positions.ndim == 3:
 
         def one(arrays, part):
@@ -51,6 +56,11 @@ def backward(stages: Stages, cotangents, results, operands, plan: AttentionPlan)
     if sinks is not None:
         dsinks = dsinks.reshape(*sinks.shape[:-1], batch, -1).sum(-2)
     return *(_unfold(g, batch) for g in gradients), dsinks
+
+
+def _is_empty(q: jax.Array) -> bool:
+    """Whether there is a batch without a sequence, of which no kernel could tell the heads."""
+    return q.ndim == 4 and q.shape[0] == 0
 
 
 def _forward(stages, operands, plan):

@@ -175,6 +175,8 @@ def check_operands(region: Region, specs: Specs, operands: Operands, plan: Atten
         )
     if sinks is not None and (sinks.ndim not in (1, 2) or sinks.shape[-1] != q.shape[-2]):
         raise ValueError(f"sinks must be [N] or [X, N] with N = {q.shape[-2]}, got {sinks.shape}")
+    if sinks is not None and not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ValueError(f"sinks must be floating, got {sinks.dtype}")
 
 
 def _check_rows(region, name, x, local_len, plan_name):
