@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -68,18 +68,27 @@ class Prefetch(Generic[Result]):
                 continue
         return False
 
+    def _take(self) -> Future[Result] | None:
+        """Waits for the next result; None when there is none any more, or nobody makes it."""
+        while not self._stopped.is_set():
+            try:
+                return self._results.get(timeout=0.1)
+            except queue.Empty:
+                continue
+        return None
+
     def __iter__(self) -> Iterator[Result]:
         return self
 
     def __next__(self) -> Result:
-        if self._stopped.is_set():
-            raise StopIteration
-        entry = self._results.get()
+        entry = self._take()
         if entry is None:
             self.close()
             raise StopIteration
         try:
             return entry.result()
+        except CancelledError:  # closed by another thread before its turn came
+            raise StopIteration from None
         except BaseException:
             self.close()
             raise

@@ -79,3 +79,40 @@ def test_refuses_no_room_or_no_workers():
         Prefetch([], print, depth=0)
     with pytest.raises(ValueError, match="workers=0"):
         Prefetch([], print, workers=0)
+
+
+@pytest.mark.parametrize("waits_for", ["the source", "the function"])
+def test_closing_ends_a_consumer_that_waits(waits_for):
+    go_on = threading.Event()
+    ended = threading.Event()
+
+    def source():
+        yield 0
+        if waits_for == "the source":
+            go_on.wait(30)
+        yield 1
+
+    def function(item):
+        if item == 0 and waits_for == "the function":
+            go_on.wait(30)
+        return item
+
+    results = Prefetch(source(), function, depth=2)
+    if waits_for == "the source":
+        assert next(results) == 0
+
+    def consume():
+        list(results)
+        ended.set()
+
+    consumer = threading.Thread(target=consume, daemon=True)
+    consumer.start()
+    time.sleep(0.1)
+    results.close()
+    try:
+        # What is being computed is waited for, what nobody has begun is not.
+        if waits_for == "the function":
+            go_on.set()
+        assert ended.wait(10)
+    finally:
+        go_on.set()
