@@ -76,6 +76,7 @@ class Transport:
 
 def sum_dtype(dtype: Any) -> jnp.dtype:
     """Dtype of sums: at least float32; integers stay as they are, and so do booleans (or'ed)."""
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.dtype(dtype)
-    return jnp.promote_types(dtype, jnp.float32)
+    dtype = jnp.dtype(dtype)
+    # Not by promotion, which refuses 8-bit floats.
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype(jnp.float32) if is_narrow else dtype

@@ -94,10 +94,10 @@ def dot_product_attention(
         dense = _dense(mask, batch, query.shape[-2], q_len, k_len)
         each = [
             each[i % len(each)] & masks.from_dense(dense[i % len(dense)])
-            for i in range(max(len(each), len(dense)))
+            for i in range(max(len(each), len(dense)) if batch else 0)
         ]
-    if len(each) == 1:
-        return attend(query, key, value, each[0])
+    if not batch or len(each) == 1:
+        return attend(query, key, value, each[0] if batch else band)
     # Sequences with masks of their own are documents of one long sequence.
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
     results = attend(q, k, v, masks.concatenate(each))

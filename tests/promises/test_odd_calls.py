@@ -106,3 +106,45 @@ def test_a_plan_whose_arrays_are_donated(mesh, plan, rng):
     kept, out = jax.jit(step, donate_argnums=0)(there, q)
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)
     assert jax.tree.map(np.array, kept).fingerprint() == plan.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": np.ones((0, 1, 16, 16), bool)},
+        {"mask": np.ones((1, 1, 16, 16), bool)},
+        {"query_seq_lengths": np.zeros(0, np.int32), "mask": np.ones((1, 1, 16, 16), bool)},
+    ],
+)
+def test_masks_of_a_batch_without_a_sequence(options):
+    x = jnp.zeros((0, 16, HEADS, DIM))
+    assert mj.dot_product_attention(x, x, x, **options).shape == x.shape
+
+
+def test_tokens_of_every_dtype_come_back(mesh, plan, rng):
+    dtypes = ("float8_e4m3fn", "float8_e5m2", "int4", "uint8", "bool", "complex64")
+    x = {dtype: jnp.asarray(rng.integers(0, 2, (MASK.q_len, 3)), dtype) for dtype in dtypes}
+    back = mj.undispatch(mj.dispatch(x, plan, mesh=mesh), plan, mesh=mesh)
+    for dtype in dtypes:
+        assert back[dtype].dtype == dtype
+        np.testing.assert_array_equal(back[dtype], x[dtype])
+
+
+def test_second_derivatives_are_those_of_the_reference_alone(rng):
+    q, k, v, direction = (jnp.asarray(rng.normal(size=(6, 1, 4)), jnp.float32) for _ in range(4))
+    step = 1e-2
+
+    def slope(q, implementation="reference"):
+        def loss(q):
+            out = mj.flex_flash_attention(
+                q, k, v, mj.masks.causal(6), implementation=implementation
+            )
+            return (out**2).sum()
+
+        return (jax.grad(loss)(q) ** 2).sum()
+
+    along = jnp.vdot(jax.jit(jax.grad(slope))(q), direction)
+    ends = jax.jit(jax.vmap(slope))(jnp.stack([q + step * direction, q - step * direction]))
+    np.testing.assert_allclose(along, (ends[0] - ends[1]) / (2 * step), rtol=0.02, atol=1e-3)
+    with pytest.raises(ValueError, match="magi_jax_ffa_backward"):
+        jax.grad(lambda q: slope(q, "cpu"))(q)
