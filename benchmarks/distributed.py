@@ -30,7 +30,7 @@ from magi_jax import masks
 from magi_jax.comm import attention_staging_bytes, symmetric_memory
 from magi_jax.parallel import DistOptions
 from magi_jax.plan import PlanConfig, make_plan, slice_table
-from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver.cost.model import CostModel
 
 HEAD_DIM = 128
 WINDOW, FRAME = 1024, 2048

@@ -24,10 +24,11 @@ from provenance import describe
 from magi_jax.masks import AttnMask, bands
 from magi_jax.plan import AttentionPlan, PlanConfig, SliceTable, make_plan
 from magi_jax.plan.two_level import pieces_of
-from magi_jax.solver import bounds, dispatch
-from magi_jax.solver.balanced_units import make_units
-from magi_jax.solver.cost_model import CostModel
-from magi_jax.solver.strategies import STRATEGIES
+from magi_jax.solver import dispatch
+from magi_jax.solver.cost.model import CostModel
+from magi_jax.solver.dispatch import bounds
+from magi_jax.solver.dispatch.strategies import STRATEGIES
+from magi_jax.solver.dispatch.units import make_units
 
 TOKENS_PER_RANK, CHUNK, NODE = 8192, 1024, 8
 # MagiAttention v1.1.1, its own solver on one seed of these families; see docs/planner.md for the source.

@@ -8,8 +8,8 @@ import magi_jax
 from magi_jax.explain import advice, load_mask, parse_mask
 from magi_jax.plan import PlanConfig, make_plan
 from magi_jax.plan.plot import plot_plan
-from magi_jax.solver.cost_model import CostModel
-from magi_jax.solver.strategies import STRATEGIES
+from magi_jax.solver.cost.model import CostModel
+from magi_jax.solver.dispatch.strategies import STRATEGIES
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -26,6 +26,8 @@ LAYERS = (
 )
 RANK = {layer: rank for rank, row in enumerate(LAYERS) for layer in row}
 NUMPY_ONLY = ("masks", "solver")
+# Rooms of the solver, likewise.
+SOLVER_ROOMS = ("dispatch", "work", "cost", "overlap")
 
 # Budgets of the style page: past them a file or function is usually two ideas.
 MAX_FILE_LINES = {".py": 400, ".h": 500, ".cc": 500, ".cu": 500, ".cuh": 500}
@@ -83,6 +85,18 @@ def test_imports_run_downward(path):
         parts = target.split(".")
         if parts[0] == "magi_jax" and len(parts) > 1 and parts[1] in RANK and parts[1] != layer:
             assert RANK[parts[1]] < RANK[layer], f"{_name(path)}:{line}: {layer} imports {target}"
+
+
+@pytest.mark.parametrize("room", SOLVER_ROOMS)
+def test_rooms_of_the_solver_know_those_before_them(room):
+    later = SOLVER_ROOMS[SOLVER_ROOMS.index(room) + 1 :]
+    paths = sorted((PACKAGE / "solver" / room).glob("*.py"))
+    assert paths, f"magi_jax/solver/{room} is gone"
+    for path in paths:
+        for line, target in _imports(path):
+            assert (
+                target.split(".")[:2] != ["magi_jax", "solver"] or target.split(".")[2] not in later
+            ), f"{_name(path)}:{line}: {room} imports {target}"
 
 
 @python_files

@@ -8,8 +8,9 @@ import numpy as np
 from magi_jax.masks import AttnMask, bands
 from magi_jax.plan.slice_table import build_table
 from magi_jax.plan.tables import SliceTable
-from magi_jax.solver import intervals, remote
+from magi_jax.solver import intervals
 from magi_jax.solver.dispatch import Layout
+from magi_jax.solver.work import remote
 
 
 class Cells(NamedTuple):

@@ -7,8 +7,8 @@ strategy can hide behind its kernels is hidden. Where its code could be read in 
 import numpy as np
 from baselines import strategies
 
-from magi_jax.solver import schedule, timeline
-from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver.cost import schedule, timeline
+from magi_jax.solver.cost.model import CostModel
 from scaling.backward import backward_us
 from scaling.machine import Machine, Moves, Times, cast_us, elements, tail_us
 from scaling.rings import gather_us, head_ring_us

@@ -13,8 +13,9 @@ import numpy as np
 
 from magi_jax.masks import AttnMask
 from magi_jax.plan.frame import Frame, check_cross_mask, check_mask, frame_of, require_frame
-from magi_jax.plan.lay_out import lay_out_dispatch, layout_of
-from magi_jax.plan.lay_out_work import Overlap, WorkTables, lay_out_work, spec_of
+from magi_jax.plan.lay_out.dispatch import lay_out_dispatch, layout_of
+from magi_jax.plan.lay_out.ways import Overlap
+from magi_jax.plan.lay_out.work import WorkTables, lay_out_work, spec_of
 from magi_jax.plan.measure import make_report, require_concrete
 from magi_jax.plan.padding import pad_plan_tables
 from magi_jax.plan.plot import plot_plan
@@ -32,9 +33,9 @@ from magi_jax.plan.tables import (
     TravelTables,
     local_part,
 )
-from magi_jax.solver.cost_model import CostModel
-from magi_jax.solver.overlap import Machine
-from magi_jax.solver.work import Keys
+from magi_jax.solver.cost.machine import Machine
+from magi_jax.solver.cost.model import CostModel
+from magi_jax.solver.work.find_work import Keys
 
 
 @functools.partial(

@@ -8,14 +8,14 @@ from magi_jax.masks import AttnMask
 from magi_jax.plan.attention_plan import AttentionPlan, assemble
 from magi_jax.plan.config import PlanConfig
 from magi_jax.plan.frame import Frame, check_mask, require_frame
-from magi_jax.plan.lay_out import lay_out_dispatch
-from magi_jax.plan.lay_out_work import lay_out_work
+from magi_jax.plan.lay_out.dispatch import lay_out_dispatch
+from magi_jax.plan.lay_out.work import lay_out_work
 from magi_jax.plan.solve import machine_of, settle_work, travelling_ranges
 from magi_jax.plan.spec import PlanSpec
 from magi_jax.solver import dispatch
-from magi_jax.solver.strategies import STRATEGIES
-from magi_jax.solver.travelling import Ranges, split_slices
-from magi_jax.solver.work import Keys
+from magi_jax.solver.dispatch.strategies import STRATEGIES
+from magi_jax.solver.overlap.travelling import Ranges, split_slices
+from magi_jax.solver.work.find_work import Keys
 
 # What `chunk_size=None` aims for: enough chunks to balance with, each long enough to move well.
 CHUNKS_PER_RANK = 8

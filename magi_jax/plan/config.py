@@ -3,14 +3,14 @@
 import itertools
 from dataclasses import dataclass, field
 
-from magi_jax.plan.lay_out_work import AUTO, LATE, Overlap
+from magi_jax.plan.lay_out.ways import AUTO, LATE, Overlap
 from magi_jax.plan.solve import Travelling
-from magi_jax.solver.balanced import EFFORTS
-from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver.cost.machine import Machine
+from magi_jax.solver.cost.model import CostModel
+from magi_jax.solver.dispatch.balanced import EFFORTS
+from magi_jax.solver.dispatch.strategies import STRATEGIES
 from magi_jax.solver.engine import check_engine
-from magi_jax.solver.overlap import Machine
 from magi_jax.solver.slice_table import TILE_SIZE
-from magi_jax.solver.strategies import STRATEGIES
 
 
 @dataclass(frozen=True)

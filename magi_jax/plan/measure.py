@@ -12,14 +12,15 @@ from magi_jax.plan.report import PlanReport
 from magi_jax.plan.spec import OWN_KEYS
 from magi_jax.plan.tables import SEGMENT_ROWS, AnyComm, SliceTable, StageTables, TwoLevelComm
 from magi_jax.plan.two_level import pieces_of, rows_between, rows_on_links
-from magi_jax.solver import intervals, schedule, timeline
-from magi_jax.solver.balanced_units import MAX_PARTS, make_units
-from magi_jax.solver.bounds import Bounds, lower_bounds
-from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver import intervals
+from magi_jax.solver.cost import schedule, timeline
+from magi_jax.solver.cost.model import CostModel
 from magi_jax.solver.dispatch import DispatchProblem, chunk_edges
-from magi_jax.solver.stages import StageSlices
-from magi_jax.solver.transfer import Pieces
-from magi_jax.solver.travelling import NO_RANGES, Ranges, split_slices
+from magi_jax.solver.dispatch.bounds import Bounds, lower_bounds
+from magi_jax.solver.dispatch.units import MAX_PARTS, make_units
+from magi_jax.solver.overlap.travelling import NO_RANGES, Ranges, split_slices
+from magi_jax.solver.work.stages import StageSlices
+from magi_jax.solver.work.transfer import Pieces
 
 
 def make_report(

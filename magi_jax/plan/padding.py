@@ -4,9 +4,10 @@ import numpy as np
 
 from magi_jax.plan.comm_spec import AnyCommSpec, CommSpec
 from magi_jax.plan.frame import does_not_fit
-from magi_jax.plan.lay_out import padding_piece
-from magi_jax.plan.lay_out_late import empty_late, no_rows
-from magi_jax.plan.lay_out_work import WorkTables, empty_travel
+from magi_jax.plan.lay_out.late import empty_late, no_rows
+from magi_jax.plan.lay_out.transfer import padding_piece
+from magi_jax.plan.lay_out.travel import empty_travel
+from magi_jax.plan.lay_out.work import WorkTables
 from magi_jax.plan.slice_table import empty_table, pad_entries
 from magi_jax.plan.spec import LateSpec, PlanSpec, StagesSpec, TableSpec
 from magi_jax.plan.tables import (

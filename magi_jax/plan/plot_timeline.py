@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from magi_jax.solver.timeline import Timeline
+from magi_jax.solver.cost.timeline import Timeline
 
 CAST_COLOR, REDUCE_COLOR, TRAVEL_COLOR = "tab:orange", "tab:red", "tab:green"
 WITHIN_COLORS = ("gold", "lightcoral")  # of the steps of casts and of reduces inside nodes
@@ -15,7 +15,7 @@ def draw_timeline(axes, timeline: Timeline, name: str) -> None:
 
     Args:
         axes: axes of matplotlib.
-        timeline: as `magi_jax.solver.schedule.simulate` gives it.
+        timeline: as `magi_jax.solver.cost.schedule.simulate` gives it.
         name: of the direction, for the title.
     """
     ranks = np.arange(timeline.compute.shape[1])

@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from magi_jax.solver.bounds import Bounds, gap
-from magi_jax.solver.timeline import Timeline
+from magi_jax.solver.cost.timeline import Timeline
+from magi_jax.solver.dispatch.bounds import Bounds, gap
 
 
 @dataclass(frozen=True, eq=False)

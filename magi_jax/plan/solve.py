@@ -4,10 +4,11 @@ import numpy as np
 
 from magi_jax.plan.frame import Frame
 from magi_jax.plan.spec import PlanSpec
+from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.dispatch import Layout, chunk_edges
-from magi_jax.solver.overlap import Machine, choose_stages
-from magi_jax.solver.travelling import NO_RANGES, Ranges, choose_ranges, split_slices
-from magi_jax.solver.work import Keys, Work, find_work
+from magi_jax.solver.overlap.choose_stages import choose_stages
+from magi_jax.solver.overlap.travelling import NO_RANGES, Ranges, choose_ranges, split_slices
+from magi_jax.solver.work.find_work import Keys, Work, find_work
 
 # "auto", "never", or rising disjoint ranges of query rows.
 Travelling = str | tuple[tuple[int, int], ...]

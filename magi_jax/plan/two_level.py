@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 
 from magi_jax.plan.comm_spec import AnyCommSpec, CommSpec, TwoLevelSpec
-from magi_jax.plan.lay_out import comm_meta, empty_comm
+from magi_jax.plan.lay_out.transfer import comm_meta, empty_comm
 from magi_jax.plan.tables import DST_ROW, N_ROWS, PEER, SRC_ROW, AnyComm, CommMeta, TwoLevelComm
-from magi_jax.solver import two_level
-from magi_jax.solver.transfer import Pieces
+from magi_jax.solver.work import two_level
+from magi_jax.solver.work.transfer import Pieces
 
 
 def lay_out_transfer(

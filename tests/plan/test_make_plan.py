@@ -11,7 +11,7 @@ from plan_checks import check_plan
 from magi_jax import masks
 from magi_jax.masks import AttnMask
 from magi_jax.plan import PlanConfig, make_plan
-from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver.cost.model import CostModel
 from magi_jax.testing.cases import mask_cases
 
 DISPATCHERS = ("balanced", "contiguous", "zigzag", "lpt")

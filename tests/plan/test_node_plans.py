@@ -10,8 +10,8 @@ from plan_simulation import computed_cells
 
 from magi_jax import masks
 from magi_jax.plan import PlanConfig, TwoLevelComm, make_plan, stack_plans
-from magi_jax.solver.cost_model import CostModel
-from magi_jax.solver.overlap import Machine
+from magi_jax.solver.cost.machine import Machine
+from magi_jax.solver.cost.model import CostModel
 from magi_jax.testing import cases
 
 SIZE = 131

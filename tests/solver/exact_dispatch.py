@@ -4,7 +4,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
-from magi_jax.solver.balanced_units import Units
+from magi_jax.solver.dispatch.units import Units
 
 
 def least_rank_rows(  # noqa: C901 - a list of constraints, one after another

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from magi_jax import masks
 from magi_jax.masks import bands
-from magi_jax.solver import dispatch, remote
-from magi_jax.solver.balanced import balanced, placement_maker
-from magi_jax.solver.balanced_starts import GREEDY, Site, node_first_starts
-from magi_jax.solver.balanced_units import make_units
+from magi_jax.solver import dispatch
 from magi_jax.solver.dispatch import DispatchProblem
+from magi_jax.solver.dispatch.balanced import balanced, placement_maker
+from magi_jax.solver.dispatch.starts import GREEDY, Site, node_first_starts
+from magi_jax.solver.dispatch.units import make_units
+from magi_jax.solver.work import remote
 from magi_jax.testing.cases import mask_cases
 
 SQUARE = {name: mask for name, mask in mask_cases(384).items() if mask.q_len == mask.k_len}

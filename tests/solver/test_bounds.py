@@ -5,10 +5,10 @@ import pytest
 from exact_dispatch import least_rank_rows
 
 from magi_jax import masks
-from magi_jax.solver import bounds, dispatch
-from magi_jax.solver.balanced import balanced, placement_maker
-from magi_jax.solver.balanced_units import make_units
-from magi_jax.solver.dispatch import DispatchProblem
+from magi_jax.solver import dispatch
+from magi_jax.solver.dispatch import DispatchProblem, bounds
+from magi_jax.solver.dispatch.balanced import balanced, placement_maker
+from magi_jax.solver.dispatch.units import make_units
 from magi_jax.testing.cases import mask_cases
 
 SMALL = {

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from magi_jax import masks
 from magi_jax.solver import dispatch
 from magi_jax.solver.dispatch import DispatchProblem
-from magi_jax.solver.strategies import STRATEGIES
+from magi_jax.solver.dispatch.strategies import STRATEGIES
 
 CHUNKED = ("contiguous", "zigzag", "lpt")
 

@@ -7,12 +7,14 @@ import pytest
 
 from magi_jax import masks
 from magi_jax.masks import bands
-from magi_jax.solver import dispatch, schedule, timeline
-from magi_jax.solver.cost_model import CostModel
-from magi_jax.solver.overlap import CompiledTimes, Machine, NumpyTimes, choose_stages
-from magi_jax.solver.stages import StageSlices
-from magi_jax.solver.travelling import Ranges, split_slices
-from magi_jax.solver.work import Keys, find_work, traffic
+from magi_jax.solver import dispatch
+from magi_jax.solver.cost import schedule, timeline
+from magi_jax.solver.cost.machine import Machine
+from magi_jax.solver.cost.model import CostModel
+from magi_jax.solver.overlap.choose_stages import CompiledTimes, NumpyTimes, choose_stages
+from magi_jax.solver.overlap.travelling import Ranges, split_slices
+from magi_jax.solver.work.find_work import Keys, find_work, traffic
+from magi_jax.solver.work.stages import StageSlices
 from magi_jax.testing.cases import mask_cases
 
 PLAIN = CostModel(

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 
 from magi_jax import masks
-from magi_jax.solver import dispatch, schedule, timeline, two_level
-from magi_jax.solver.cost_model import CostModel
-from magi_jax.solver.overlap import Machine, choose_stages
-from magi_jax.solver.transfer import Pieces
-from magi_jax.solver.work import Keys, find_work
+from magi_jax.solver import dispatch
+from magi_jax.solver.cost import schedule, timeline
+from magi_jax.solver.cost.machine import Machine
+from magi_jax.solver.cost.model import CostModel
+from magi_jax.solver.overlap.choose_stages import choose_stages
+from magi_jax.solver.work import two_level
+from magi_jax.solver.work.find_work import Keys, find_work
+from magi_jax.solver.work.transfer import Pieces
 
 
 def scattered_work(rng, cp_size=8, length=512, engine="numpy"):

@@ -5,13 +5,14 @@ import pytest
 
 from magi_jax import masks
 from magi_jax.masks import AttnMask, bands
-from magi_jax.solver import dispatch, transfer
-from magi_jax.solver.balanced import balanced, placement_maker
-from magi_jax.solver.balanced_units import make_units
-from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver import dispatch
+from magi_jax.solver.cost.model import CostModel
 from magi_jax.solver.dispatch import DispatchProblem
-from magi_jax.solver.travelling import Ranges, choose_ranges, split_slices
-from magi_jax.solver.work import Keys, find_work
+from magi_jax.solver.dispatch.balanced import balanced, placement_maker
+from magi_jax.solver.dispatch.units import make_units
+from magi_jax.solver.overlap.travelling import Ranges, choose_ranges, split_slices
+from magi_jax.solver.work import transfer
+from magi_jax.solver.work.find_work import Keys, find_work
 from magi_jax.testing.cases import mask_cases, random_mask
 
 SQUARE = {name: mask for name, mask in mask_cases(384).items() if mask.q_len == mask.k_len}

@@ -1,5 +1,5 @@
 // Which keys each rank needs from others, in which stage they travel, and what each rank computes
-// in each stage: magi_jax/solver/remote.py and stages.py in C++.
+// in each stage: magi_jax/solver/work/remote.py and stages.py in C++.
 
 #ifndef MAGI_JAX_XLA_FFI_SOLVER_LAY_OUT_H_
 #define MAGI_JAX_XLA_FFI_SOLVER_LAY_OUT_H_

@@ -1,5 +1,5 @@
 // Rows that links move in each stage, and stages of transfers that cross between nodes once for
-// each row: magi_jax/solver/two_level.py in C++.
+// each row: magi_jax/solver/work/two_level.py in C++.
 
 #ifndef MAGI_JAX_XLA_FFI_SOLVER_NODE_STAGES_H_
 #define MAGI_JAX_XLA_FFI_SOLVER_NODE_STAGES_H_

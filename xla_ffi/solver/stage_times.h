@@ -1,4 +1,4 @@
-// What stages are predicted to take: magi_jax/solver/timeline.py and schedule.py in C++.
+// What stages are predicted to take: magi_jax/solver/cost/timeline.py and schedule.py in C++.
 
 #ifndef MAGI_JAX_XLA_FFI_SOLVER_STAGE_TIMES_H_
 #define MAGI_JAX_XLA_FFI_SOLVER_STAGE_TIMES_H_

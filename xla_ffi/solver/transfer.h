@@ -1,5 +1,5 @@
 // Pieces of rows that move between ranks, sorted for senders and receivers:
-// magi_jax/solver/transfer.py in C++.
+// magi_jax/solver/work/transfer.py in C++.
 
 #ifndef MAGI_JAX_XLA_FFI_SOLVER_TRANSFER_H_
 #define MAGI_JAX_XLA_FFI_SOLVER_TRANSFER_H_
@@ -26,7 +26,7 @@ struct TransferTables {
   int64_t pair_rows, self_rows, dst_rows;
 };
 
-// A transfer in two steps, columns as in Pieces: see magi_jax/solver/two_level.py.
+// A transfer in two steps, columns as in Pieces: see magi_jax/solver/work/two_level.py.
 struct StepPieces {
   std::vector<int64_t> src, dst, src_row, dst_row, n_rows;
 };

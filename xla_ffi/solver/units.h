@@ -1,4 +1,4 @@
-// What units of a sequence compute and which keys they need: magi_jax/solver/balanced_units.py in
+// What units of a sequence compute and which keys they need: magi_jax/solver/dispatch/units.py in
 // C++.
 
 #ifndef MAGI_JAX_XLA_FFI_SOLVER_UNITS_H_

@@ -1,6 +1,6 @@
 """Dispatch that weighs communication and balance: the default strategy.
 
-Short searches compare a number of starting points (`balanced_starts`), and longer ones exchange units of the
+Short searches compare a number of starting points (`starts`), and longer ones exchange units of the
 best until the time is used up. The worst
 rank's rows, received or sent, and the worst node's rows are brought down while no rank's area rises beyond
 a limit. The same problem always gets the same answer. See docs/planner.md.
@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from magi_jax.solver.balanced_numpy import NumpyPlacement
-from magi_jax.solver.balanced_starts import GREEDY, Site, dealt, greedy_starts, node_first_starts
-from magi_jax.solver.balanced_units import COARSE_SHARE, FINENESS, Units, make_units
-from magi_jax.solver.dispatch import Assignment, DispatchProblem, contiguous, zigzag
+from magi_jax.solver.dispatch.numpy_placement import NumpyPlacement
+from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem
+from magi_jax.solver.dispatch.regular import contiguous, zigzag
+from magi_jax.solver.dispatch.starts import GREEDY, Site, dealt, greedy_starts, node_first_starts
+from magi_jax.solver.dispatch.units import COARSE_SHARE, FINENESS, Units, make_units
 from magi_jax.solver.engine import check_engine, compiled
 
 # Area of a rank over the mean beyond which chunks are split more finely.
@@ -54,7 +55,7 @@ class Effort(NamedTuple):
     """How long to search.
 
     Attributes:
-        passes: greedy passes of `balanced_starts.GREEDY` that make starting points.
+        passes: greedy passes of `starts.GREEDY` that make starting points.
         node_first: whether others are made from nodes that are settled first.
         probe: proposed exchanges for each starting point.
         probe_temperature: of these.

@@ -5,15 +5,15 @@ is issued when the attention of the stage before it starts. Travelling queries l
 are computed after own keys. Backward, own keys come last, and hide the way back of the last stage's dK and
 dV; nothing hides the first cast. The dK and dV of a stage leave when its attention is done.
 
-Where rows move in two steps (`solver/two_level.py`), a rank has a stream for each: rows cross between nodes
-two stages ahead, and move inside the node one stage ahead, both beside attention. Only the second step of
-the first stage comes between two attentions, or before all of them, since nothing is left to hide it
-behind; and in the backward pass the first step of the last gradients' way.
+Where rows move in two steps (`solver/work/two_level.py`), a rank has a stream for each: rows cross between
+nodes two stages ahead, and move inside the node one stage ahead, both beside attention. Only the second
+step of the first stage comes between two attentions, or before all of them, since nothing is left to hide
+it behind; and in the backward pass the first step of the last gradients' way.
 """
 
 import numpy as np
 
-from magi_jax.solver.timeline import DirectionWork, Timeline
+from magi_jax.solver.cost.timeline import DirectionWork, Timeline
 
 
 class _Link:

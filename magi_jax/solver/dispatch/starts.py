@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from magi_jax.solver.balanced_units import Units
+from magi_jax.solver.dispatch.units import Units
 
 PlacementMaker = Callable[[Units, int, int], Any]
 

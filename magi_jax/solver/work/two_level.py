@@ -12,8 +12,8 @@ import numpy as np
 
 from magi_jax.solver import intervals
 from magi_jax.solver.engine import compiled
-from magi_jax.solver.remote import Remote
-from magi_jax.solver.transfer import Pieces
+from magi_jax.solver.work.remote import Remote
+from magi_jax.solver.work.transfer import Pieces
 
 
 class TwoSteps(NamedTuple):

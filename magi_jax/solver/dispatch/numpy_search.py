@@ -1,4 +1,4 @@
-"""The steps of the planner's search in NumPy: see `balanced_numpy` and ``xla_ffi/solver/refine.cc``."""
+"""The steps of the planner's search in NumPy: see `numpy_placement` and ``xla_ffi/solver/refine.cc``."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from magi_jax.masks import bands
 from magi_jax.solver import intervals
-from magi_jax.solver.dispatch import DispatchProblem, areas, cut_at
+from magi_jax.solver.dispatch.problem import DispatchProblem, areas, cut_at
 from magi_jax.solver.engine import compiled
 
 # A chunk is split when it overloads its rank even beside light chunks, and is a good part of its work.

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from magi_jax.solver.balanced_units import Units
+from magi_jax.solver.dispatch.units import Units
 
 
 class Bounds(NamedTuple):

@@ -6,7 +6,7 @@ import numpy as np
 
 from magi_jax.masks import bands
 from magi_jax.solver import intervals
-from magi_jax.solver.dispatch import Layout
+from magi_jax.solver.dispatch.layout import Layout
 from magi_jax.solver.engine import compiled
 
 

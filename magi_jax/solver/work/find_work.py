@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from magi_jax.masks import bands
-from magi_jax.solver.dispatch import Layout
-from magi_jax.solver.remote import QueryCut, Remote, find_remote
-from magi_jax.solver.stages import (
+from magi_jax.solver.dispatch.layout import Layout
+from magi_jax.solver.work.remote import QueryCut, Remote, find_remote
+from magi_jax.solver.work.stages import (
     Staged,
     StageSlices,
     cut_stages,

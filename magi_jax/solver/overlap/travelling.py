@@ -10,7 +10,7 @@ import numpy as np
 
 from magi_jax.masks import bands
 from magi_jax.solver import intervals
-from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver.cost.model import CostModel
 
 # Rows travel when the predicted time falls at least to this share.
 WORTHWHILE = 0.95

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import numpy as np
 
 from magi_jax.solver import intervals
-from magi_jax.solver.dispatch import Layout
+from magi_jax.solver.dispatch.layout import Layout
 from magi_jax.solver.engine import compiled
-from magi_jax.solver.remote import Remote
+from magi_jax.solver.work.remote import Remote
 
 
 class Pieces(NamedTuple):

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from magi_jax.solver.cost_model import CostModel
+from magi_jax.solver.cost.model import CostModel
 from magi_jax.solver.engine import compiled
-from magi_jax.solver.stages import StageSlices
+from magi_jax.solver.work.stages import StageSlices
 
 
 class TravelWork(NamedTuple):

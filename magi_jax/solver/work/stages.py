@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from magi_jax.masks import bands
-from magi_jax.solver import intervals, two_level
-from magi_jax.solver.dispatch import Layout
+from magi_jax.solver import intervals
+from magi_jax.solver.dispatch.layout import Layout
 from magi_jax.solver.engine import compiled
-from magi_jax.solver.remote import QueryCut, Remote, split_stages
+from magi_jax.solver.work import two_level
+from magi_jax.solver.work.remote import QueryCut, Remote, split_stages
 
 
 class StageSlices(NamedTuple):

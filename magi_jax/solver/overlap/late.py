@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from magi_jax.masks import bands
-from magi_jax.solver import intervals, schedule, timeline
-from magi_jax.solver.dispatch import Layout
-from magi_jax.solver.overlap import Machine
-from magi_jax.solver.remote import NOTHING_REMOTE, QueryCut, Remote, remote_ranges
-from magi_jax.solver.stages import Staged, StageSlices, stage_slices
-from magi_jax.solver.work import Work, traffic
+from magi_jax.solver import intervals
+from magi_jax.solver.cost import schedule, timeline
+from magi_jax.solver.cost.machine import Machine
+from magi_jax.solver.dispatch.layout import Layout
+from magi_jax.solver.work.find_work import Work, traffic
+from magi_jax.solver.work.remote import NOTHING_REMOTE, QueryCut, Remote, remote_ranges
+from magi_jax.solver.work.stages import Staged, StageSlices, stage_slices
 
 # With more late rows than this share of a rank's, the others would hide too little of their fetch.
 MOST_LATE = 0.5

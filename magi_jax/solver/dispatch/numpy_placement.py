@@ -8,8 +8,8 @@ import collections
 
 import numpy as np
 
-from magi_jax.solver.balanced_search import FIXED_POINT, RESCALE_PERIOD, Search
-from magi_jax.solver.balanced_units import Units
+from magi_jax.solver.dispatch.numpy_search import FIXED_POINT, RESCALE_PERIOD, Search
+from magi_jax.solver.dispatch.units import Units
 
 RANK_OVERLOAD, NODE_OVERLOAD = 100.0, 20.0
 

@@ -4,58 +4,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from magi_jax.solver import schedule, timeline
-from magi_jax.solver.cost_model import CostModel
-from magi_jax.solver.remote import Remote
-from magi_jax.solver.stages import Staged
-from magi_jax.solver.two_level import traffic as two_level_traffic
-from magi_jax.solver.work import Work, traffic
+from magi_jax.solver.cost import schedule, timeline
+from magi_jax.solver.cost.machine import Machine
+from magi_jax.solver.work.find_work import Work, traffic
+from magi_jax.solver.work.remote import Remote
+from magi_jax.solver.work.stages import Staged
+from magi_jax.solver.work.two_level import traffic as two_level_traffic
 
 MOST_STAGES = 4
-# A way whose transfers take so many times the least is not looked at further.
-LIKELY = 1.1
 # A way whose transfers take so many times the least is not looked at further.
 LIKELY = 1.1
 
 # Numbers of remote stages of the forward and the backward pass that are settled; None leaves one open.
 Counts = tuple[int | None, int | None]
-
-
-class Machine(NamedTuple):
-    """What times are predicted for.
-
-    Attributes:
-        ranks_per_node: ranks that share a fast link; None takes all for one node.
-        cost_model: rates.
-        two_level: whether rows move in two steps, across nodes and then inside (`solver/two_level.py`):
-            True, False, or "auto" for what is predicted faster.
-    """
-
-    ranks_per_node: int | None = None
-    cost_model: CostModel = CostModel()
-    two_level: bool | str = "auto"
-
-    def node_of(self, cp_size: int) -> int:
-        """Ranks of a node."""
-        return min(self.ranks_per_node or cp_size, cp_size)
-
-    def ways(self, cp_size: int) -> tuple[bool, ...]:
-        """Ways that rows may take: in one step (False), in two (True), or either.
-
-        Raises:
-            ValueError: two steps are asked for, and the ranks are not whole nodes.
-        """
-        per_node = self.node_of(cp_size)
-        if per_node == cp_size or self.two_level is False:
-            return (False,)
-        whole = cp_size % per_node == 0
-        if self.two_level is True:
-            if not whole:
-                raise ValueError(
-                    f"two_level=True wants whole nodes, {cp_size} ranks are not whole nodes of {per_node}"
-                )
-            return (True,)
-        return (False, True) if whole and per_node > 1 else (False,)
 
 
 class Choice(NamedTuple):

@@ -1,0 +1,37 @@
+"""Ways to lay work out that a config names: in stages, or with late queries."""
+
+from magi_jax.plan.frame import Frame
+from magi_jax.solver.overlap.choose_stages import Counts
+from magi_jax.solver.overlap.late import LateWork, find_late, late_rows
+from magi_jax.solver.work.find_work import Work
+from magi_jax.solver.work.stages import Staged
+
+# "auto", "late", or the number of remote stages: one for both directions, or (forward, backward).
+Overlap = int | str | tuple[int, int]
+AUTO, LATE = "auto", "late"
+
+
+def late_work(
+    work: Work, frame: Frame, most: float, staged: Staged | None = None
+) -> LateWork | None:
+    """The work with late queries, where there may be any and they are at most a share ``most`` of the rows
+    of a rank; ``staged`` are any stages of the work, where they are known.
+    """
+    if work.layout.cp_size == 1 or work.keys.layout is None:
+        return None
+    if work.travel is not None:
+        return None
+    staged = work.staged(1) if staged is None else staged
+    rows = late_rows(staged, frame.cp_size, frame.tile_size, frame.local_len)
+    if rows.held.max() > most * frame.local_len:
+        return None
+    return find_late(work, rows, frame.local_len)
+
+
+def settled_counts(overlap: Overlap, work: Work) -> Counts:
+    """Settled numbers of remote stages, forward and backward; 0 where nothing is remote."""
+    if work.layout.cp_size == 1 or work.keys.layout is None:
+        return 0, 0
+    if isinstance(overlap, str):
+        return None, None
+    return overlap if isinstance(overlap, tuple) else (overlap, overlap)

@@ -1,0 +1,98 @@
+"""Lays out what crosses ranks and what each rank computes: stages of both directions, and travel."""
+
+from typing import NamedTuple
+
+from magi_jax.plan.frame import Frame
+from magi_jax.plan.lay_out.fit import lay_out_in
+from magi_jax.plan.lay_out.stages import lay_out_both_late, lay_out_stages
+from magi_jax.plan.lay_out.travel import lay_out_travel
+from magi_jax.plan.lay_out.ways import AUTO, LATE, Overlap, late_work, settled_counts
+from magi_jax.plan.slice_table import exact_spec
+from magi_jax.plan.spec import LateSpec, PlanSpec, StagesSpec, TravelSpec
+from magi_jax.plan.tables import LateTables, StageTables, TravelTables
+from magi_jax.solver.cost.machine import Machine
+from magi_jax.solver.overlap.choose_stages import choose_stages
+from magi_jax.solver.overlap.late import MOST_LATE, predict_us
+from magi_jax.solver.work.find_work import Work
+
+
+class WorkTables(NamedTuple):
+    """Tables of the work of a plan; ``backward`` is None when it shares those of ``forward``."""
+
+    forward: StageTables
+    backward: StageTables | None
+    travel: TravelTables | None
+
+
+def lay_out_work(
+    work: Work,
+    frame: Frame,
+    overlap: Overlap,
+    spec: PlanSpec | None,
+    machine: Machine,
+) -> WorkTables:
+    """Chooses stages and lays everything out.
+
+    Args:
+        work: what the layout asks for.
+        frame: identities.
+        overlap: number of remote stages, or queries that are late instead of them.
+        spec: sizes to lay out in; settles what ``overlap`` leaves open.
+        machine: what to predict times for.
+
+    Raises:
+        ValueError: the work does not fit ``spec``.
+    """
+    counts = settled_counts(overlap, work)
+    if overlap == LATE:
+        if work.travel is not None:
+            raise ValueError(
+                'overlap="late" wants travelling="never": a query does one or the other'
+            )
+        late = late_work(work, frame, 1.0)
+        if late is not None:
+            travel = lay_out_travel(work, frame, spec, None)
+            return WorkTables(*lay_out_both_late(late, work, frame, spec), travel)
+    if spec is not None:
+        travel = lay_out_travel(work, frame, spec, None)
+        return WorkTables(*lay_out_in(work, frame, overlap, spec, machine), travel)
+    choice = choose_stages(work, frame.local_len, machine, counts)
+    if overlap == AUTO:
+        late = late_work(work, frame, MOST_LATE, choice.forward)
+        if late is not None and predict_us(late, machine) < choice.predicted_us:
+            return WorkTables(*lay_out_both_late(late, work, frame, None), None)
+    per_node = machine.node_of(frame.cp_size) if choice.two_level else None
+    travel = lay_out_travel(work, frame, None, per_node)
+    forward = lay_out_stages(choice.forward, work, frame, None, per_node=per_node)
+    if choice.backward is choice.forward:
+        return WorkTables(forward, None, travel)
+    # The local stage is the same however many others there are.
+    backward = lay_out_stages(
+        choice.backward, work, frame, None, local=forward.calc[0], per_node=per_node
+    )
+    return WorkTables(forward, backward, travel)
+
+
+def spec_of(tables: WorkTables) -> dict:
+    """The fields of a `PlanSpec` that finished tables settle."""
+
+    def stages(part: StageTables) -> StagesSpec:
+        comm = tuple(m.spec for m in part.comm)
+        last = None if part.late is None else late(part.late)
+        return StagesSpec(tuple(map(exact_spec, part.calc)), comm, last)
+
+    def late(part: LateTables) -> LateSpec:
+        shared_rows = None if part.shared is None else part.shared.comm.src_rows
+        return LateSpec(exact_spec(part.calc), part.comm.spec, shared_rows)
+
+    def travel(part: TravelTables) -> TravelSpec:
+        return TravelSpec(exact_spec(part.calc), part.comm.spec)
+
+    forward = stages(tables.forward)
+    return {
+        "calc": forward.calc,
+        "comm": forward.comm,
+        "late": forward.late,
+        "backward": None if tables.backward is None else stages(tables.backward),
+        "travel": None if tables.travel is None else travel(tables.travel),
+    }
