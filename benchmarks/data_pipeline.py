@@ -73,7 +73,7 @@ def make_step(flags: argparse.Namespace):
     def layer(x, weights, plan):
         qkv = (x @ weights[0]).reshape(*x.shape[:-1], -1, flags.head_dim)
         q, k, v = jnp.split(qkv, [flags.heads, flags.heads + flags.kv_heads], axis=-2)
-        x = x + mj.dist_attention(q, k, v, plan, batch_axes=()).reshape(x.shape)
+        x = x + mj.dist_attention(q, k, v, plan).reshape(x.shape)
         return x + jax.nn.gelu(x @ weights[1]) @ weights[2]
 
     @jax.jit

@@ -77,7 +77,9 @@ def planned_batches(flags: argparse.Namespace) -> grain.IterDataset:
 def make_train_step(graphdef, optimizer):
     @jax.jit
     def train_step(params, opt_state, batch: mj.data.PlannedBatch):
-        attends = tuple(mj.flax.attention_fn(plan, batch_axes="dp") for plan in batch.plans)
+        attends = tuple(
+            mj.flax.attention_fn(plan, options=language_model.OPTIONS) for plan in batch.plans
+        )
         fields = batch.packed
 
         def loss_of(params):

@@ -19,6 +19,9 @@ from jax.sharding import AxisType
 
 import magi_jax as mj
 
+# The mesh axes of the examples are automatic, and their batches are sharded over dp.
+OPTIONS = mj.DistOptions(batch_axes="dp")
+
 
 def start_devices(flags: argparse.Namespace) -> jax.sharding.Mesh:
     """Makes the mesh (dp, cp); on CPU out of virtual devices."""
@@ -88,7 +91,7 @@ def make_train_step(
     graphdef,
     optimizer: optax.GradientTransformation,
     kinds: Sequence[int] | None = None,
-    options: mj.DistOptions | None = None,
+    options: mj.DistOptions = OPTIONS,
 ):
     """One jitted step; batch and plans are arguments.
 
@@ -96,14 +99,12 @@ def make_train_step(
         graphdef: static part of the model.
         optimizer: made by optax.
         kinds: which of the batch's plans each layer takes; None alternates between all of them.
-        options: of the attention, such as its transport.
+        options: how and where attention runs.
     """
 
     @jax.jit
     def train_step(params, opt_state, batch: mj.data.PlannedBatch):
-        attends = tuple(
-            mj.flax.attention_fn(plan, batch_axes="dp", options=options) for plan in batch.plans
-        )
+        attends = tuple(mj.flax.attention_fn(plan, options=options) for plan in batch.plans)
         if kinds is not None:
             attends = tuple(attends[kind] for kind in kinds)
         loss_of = functools.partial(mean_loss, graphdef, packed=batch.packed, attends=attends)

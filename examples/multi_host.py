@@ -21,6 +21,7 @@ and feeds the shards of its own devices. A checkpoint says nothing about the mes
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -143,10 +144,10 @@ def main() -> None:
         manager = ocp.CheckpointManager(flags.checkpoints.absolute(), options=options)
 
     with jax.set_mesh(mesh), symmetric_memory(flags, mesh, planner.specs) as memory:
-        options = None
+        options = language_model.OPTIONS
         if memory is not None:
             say(memory.describe())
-            options = mj.DistOptions(transport=memory.transport)
+            options = dataclasses.replace(options, transport=memory.transport)
         train_step = language_model.make_train_step(graphdef, optimizer, options=options)
         state = mj.data.place((params, optimizer.init(params)), everywhere)
         (params, opt_state), done = restore(manager, state)

@@ -103,7 +103,7 @@ def answer_log_probs(graphdef, params, batch, attend, num_parts: int) -> jax.Arr
 def make_train_step(graphdef, initial, optimizer, flags, num_parts: int):
     @jax.jit
     def train_step(params, opt_state, batch: mj.data.PlannedBatch):
-        attend = mj.flax.attention_fn(batch.plans[0], batch_axes="dp")
+        attend = mj.flax.attention_fn(batch.plans[0], options=language_model.OPTIONS)
         score = functools.partial(
             answer_log_probs, graphdef, batch=batch.packed, attend=attend, num_parts=num_parts
         )

@@ -115,7 +115,7 @@ def main() -> None:
     @jax.jit
     def step(q, kv, plan):
         def loss(q, kv):
-            out = mj.dist_attention(q, kv, kv, plan, batch_axes=())
+            out = mj.dist_attention(q, kv, kv, plan)
             return jnp.sum(out.astype(jnp.float32) ** 2)
 
         return jax.value_and_grad(loss, argnums=(0, 1))(q, kv)

@@ -172,7 +172,7 @@ def mean_loss(graphdef, params, batch, attend) -> jax.Array:
 def make_train_step(graphdef, optimizer):
     @jax.jit
     def train_step(params, opt_state, batch: mj.data.PlannedBatch):
-        attend = mj.flax.attention_fn(batch.plans[0], batch_axes="dp")
+        attend = mj.flax.attention_fn(batch.plans[0], options=language_model.OPTIONS)
         loss, grads = jax.value_and_grad(
             lambda params: mean_loss(graphdef, params, batch.packed, attend)
         )(params)
@@ -236,7 +236,7 @@ def main() -> None:
         for step in range(flags.steps):
             batch = jax.device_put(next(planned), by_token)
             if step == 0:
-                attend = mj.flax.attention_fn(batch.plans[0], batch_axes="dp")
+                attend = mj.flax.attention_fn(batch.plans[0], options=language_model.OPTIONS)
                 check = jax.jit(lambda p, b, attend=attend: mean_loss(graphdef, p, b, attend))
                 ours = float(check(shifted(state[0]), batch.packed))
                 print(f"loss with shifted parameters: {ours:.6f}; on one device: {alone:.6f}")

@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "features.md"
 HOW = (
     ("sinks", "`sinks=` `[N]` or `[X, N]`"),
     ("soft cap, scale", "`logits_soft_cap=`, `scale=`"),
-    ("log-sum-exp, differentiable", "`return_residual=True`; `dist_attention`: `return_lse=True`"),
+    ("log-sum-exp, differentiable", "`return_residual=True`"),
     ("largest logit of each head", "`return_max_logits=True`; a statistic without a derivative"),
     ("equal bits", "`deterministic=True`; `dist_attention`: `DistOptions(deterministic=True)`"),
     (

@@ -19,7 +19,7 @@ from timing import seconds
 
 from magi_jax import DistOptions, dist_attention, group_cast, group_reduce
 from magi_jax.comm import symmetric_memory
-from magi_jax.ops import get_implementation
+from magi_jax.ops import Implementation, get_implementation
 from magi_jax.plan import AttentionPlan, CommMeta, PlanConfig, StageTables, make_plan
 from scaling.machine import Machine, Moves, Times
 from scaling.measure import Bench
@@ -63,13 +63,13 @@ def check_all(args) -> None:
 
 
 @contextlib.contextmanager
-def options_of(transport: str, mesh: Mesh) -> Iterator[DistOptions]:
+def options_of(transport: str, mesh: Mesh, implementation: Implementation) -> Iterator[DistOptions]:
     """Options of a call over a transport; the native one has its memory inside the context alone."""
     if transport == "portable":
-        yield DistOptions()
+        yield DistOptions(implementation=implementation)
         return
     with symmetric_memory(mesh, "cp") as memory:
-        yield DistOptions(transport=memory.transport)
+        yield DistOptions(implementation=implementation, transport=memory.transport)
 
 
 def check(
@@ -92,12 +92,12 @@ def check(
     if plan.travel is not None:
         raise ValueError("this check is for masks whose queries do not travel")
     plan = jax.device_put(plan, NamedSharding(mesh, ROWS))
-    with options_of(transport, mesh) as options:
+    with options_of(transport, mesh, bench.implementation) as options:
         moves = {
             "forward": transfers(plan.forward_stages, mesh, options),
             "backward": transfers(plan.backward_stages, mesh, options),
         }
-        measured = steps(plan, mesh, bench, options)
+        measured = steps(plan, mesh, options)
     predicted = our_us(work, times, moves, Machine())
     result: dict = {}
     for which, per_pair in FLOPS_PER_PAIR.items():
@@ -114,7 +114,7 @@ def check(
     return result
 
 
-def steps(plan: AttentionPlan, mesh, bench: Bench, options: DistOptions) -> dict[str, float]:
+def steps(plan: AttentionPlan, mesh: Mesh, options: DistOptions) -> dict[str, float]:
     """Microseconds of forward, and of backward from saved residuals."""
     rows = plan.cp_size * plan.spec.local_len
     heads = NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS
@@ -126,9 +126,7 @@ def steps(plan: AttentionPlan, mesh, bench: Bench, options: DistOptions) -> dict
     q, k, v, dout = (make(jax.random.key(i), n) for i, n in enumerate(heads))
 
     def call(q, k, v, plan):
-        return dist_attention(
-            q, k, v, plan, mesh=mesh, implementation=bench.implementation, options=options
-        )
+        return dist_attention(q, k, v, plan, mesh=mesh, options=options)
 
     forward = jax.jit(call)
     start = jax.jit(lambda q, k, v, plan: jax.vjp(lambda *x: call(*x, plan), q, k, v))

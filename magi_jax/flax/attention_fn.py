@@ -16,7 +16,7 @@ def attention_fn(
     *,
     axis_name: str = "cp",
     mesh: jax.sharding.Mesh | None = None,
-    **options: Any,
+    **arguments: Any,
 ) -> Callable[..., jax.Array]:
     """Makes the ``attention_fn`` of `nnx.MultiHeadAttention` or linen's
     `MultiHeadDotProductAttention`.
@@ -34,8 +34,9 @@ def attention_fn(
         plan: plan of the dispatched sequence, or a mask for a sequence on one device.
         axis_name: mesh axis that the sequence is sharded over.
         mesh: mesh, where it is not in the context.
-        **options: passed on to `dist_attention`, or to `flex_flash_attention` for a mask:
-            ``scale``, ``logits_soft_cap`` and so on.
+        **arguments: passed on to `dist_attention`, or to `flex_flash_attention` for a mask:
+            ``scale``, ``logits_soft_cap`` and so on; with a plan ``options``, such as
+            ``DistOptions(batch_axes="dp")`` where the batch is sharded over an automatic axis.
 
     Returns:
         A function ``(query [*B, T, N, H], key [*B, T, K, H], value [*B, T, K, Hv], ...) -> [*B, T,
@@ -44,7 +45,7 @@ def attention_fn(
     """
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, **more: Any) -> jax.Array:
-        given = options | more
+        given = arguments | more
         if isinstance(plan, AttnMask):
             out = flex_flash_attention(query, key, value, plan, return_residual=False, **given)
         else:

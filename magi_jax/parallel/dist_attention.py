@@ -33,11 +33,15 @@ REMOTE_KV_NAME = "remote_kv"
 
 @dataclass(frozen=True)
 class DistOptions:
-    """Rarely needed options of `dist_attention`. Hashable.
+    """How and where `dist_attention` runs; what it computes are its arguments. Hashable.
 
-    Partial results of stages are always merged in float32.
+    Make one for a model and pass it to every layer. The defaults are right where mesh axes are explicit,
+    or where there is no other axis than that of the rows.
 
     Attributes:
+        batch_axes: automatic mesh axes that B is sharded over: a name, or several.
+        head_axes: automatic mesh axes that N and K are sharded over: a name, or several.
+        implementation: kernel to use, by name or itself; None chooses by platform.
         deterministic: insist on equal bits for equal inputs, gradients included: kernels with a fixed
             order of sums. The order of sums between ranks is fixed in any case.
         keep_remote_kv: keep the remote keys and values of the forward pass for the backward pass
@@ -48,6 +52,9 @@ class DistOptions:
             a `magi_jax.comm.symmetric_memory`.
     """
 
+    batch_axes: AxisNames = None
+    head_axes: AxisNames = None
+    implementation: str | Implementation | None = None
     deterministic: bool = False
     keep_remote_kv: bool = False
     reduce_dtype: Any = None
@@ -65,10 +72,7 @@ def dist_attention(
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    implementation: str | Implementation | None = None,
-    batch_axes: AxisNames = None,
-    head_axis: AxisNames = None,
-    return_lse: bool = False,
+    return_residual: bool = False,
     return_max_logits: bool = False,
     options: DistOptions | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
@@ -78,7 +82,10 @@ def dist_attention(
     one rank; outside, they hold ``cp * local_len`` rows, sharded over ``axis_name``. Rows are those
     that `dispatch` gives. Mesh axes that are not manual yet are opened here: where they are
     explicit, their use is read from the types of the arrays; where they are automatic, name it in
-    ``batch_axes`` and ``head_axis``, or XLA would gather what it does not know to be sharded.
+    ``options``: ``DistOptions(batch_axes="dp", head_axes="tp")``, or XLA would gather what it does not
+    know to be sharded.
+
+    Partial results of stages are merged in float32.
 
     Under ``check_vma=False`` JAX itself scales the gradient of a loss that is psum'ed inside a
     `shard_map` by the size of the axis; keep ``check_vma=True`` (the default), or take the gradient
@@ -100,16 +107,13 @@ def dist_attention(
         logits_soft_cap: logits become ``cap * tanh(logits / cap)``; None for no cap.
         sinks: ``[N]``, or ``[X, N]`` for several: logits that join the softmax of every row of
             their head and have no value.
-        implementation: kernel to use, by name or itself; None chooses by platform.
-        batch_axes: automatic mesh axes that B is sharded over.
-        head_axis: automatic mesh axes that N and K are sharded over.
-        return_lse: whether to return the log-sum-exp too.
+        return_residual: whether to return the log-sum-exp too.
         return_max_logits: whether to return the largest logits too.
-        options: see `DistOptions`.
+        options: how and where it runs, see `DistOptions`; None takes the defaults.
 
     Returns:
         ``out`` with the leading axes of q and last axis Hv, in the dtype of q; rows that see no key
-        are zero. With ``return_lse`` also ``lse``, float32, the shape of ``out`` without its last
+        are zero. With ``return_residual`` also ``lse``, float32, the shape of ``out`` without its last
         axis; -inf in rows that see no key. With ``return_max_logits`` then ``max_logits [N]``,
         float32: the largest logit of each head, after scale and cap, over all cells that the mask
         shows on any rank and in any sequence of ``batch_axes`` (QK-clip reads it); over batch axes
@@ -126,10 +130,12 @@ def dist_attention(
     check_shapes(q, k, v)
 
     def attend(q, k, v, sinks, plan):
-        specs = find_specs(region, (q, k, v, sinks), plan, batch_axes, head_axis)
+        specs = find_specs(region, (q, k, v, sinks), plan, options.batch_axes, options.head_axes)
         check_operands(region, specs, (q, k, v, sinks), plan)
         stages = Stages(
-            implementation=get_implementation(implementation, deterministic=options.deterministic),
+            implementation=get_implementation(
+                options.implementation, deterministic=options.deterministic
+            ),
             axis_name=axis_name,
             scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
             logits_soft_cap=float(logits_soft_cap or 0.0),
@@ -145,9 +151,9 @@ def dist_attention(
     if isinstance(plan, AttentionPlan):
         results = attend(q, k, v, sinks, plan)
     else:
-        check_group_plans(region, q, plan, head_axis)
+        check_group_plans(region, q, plan, options.head_axes)
         results = by_head_groups(attend, (q, k, v, sinks), plan)
-    wanted = (True, return_lse, return_max_logits)
+    wanted = (True, return_residual, return_max_logits)
     kept: list[Any] = [x for x, is_kept in zip(results, wanted, strict=True) if is_kept]
     return tuple(kept) if len(kept) > 1 else kept[0]
 

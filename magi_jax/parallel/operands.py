@@ -82,38 +82,37 @@ def find_specs(
     operands: Operands,
     plan: AttentionPlan,
     batch_axes: AxisNames,
-    head_axis: AxisNames,
+    head_axes: AxisNames,
 ) -> Specs:
     """Shardings of the operands: from types where axes are explicit, else from the arguments."""
     q, k, v, sinks = operands
     batched = q.ndim == 4
-    for name, axes in (("batch_axes", as_tuple(batch_axes)), ("head_axis", as_tuple(head_axis))):
+    for name, axes in (("batch_axes", as_tuple(batch_axes)), ("head_axes", as_tuple(head_axes))):
         check_axes(region, axes, name)
     if as_tuple(batch_axes) and not batched:
         raise ValueError(f"batch_axes={batch_axes!r}, but q has no batch axis: shape {q.shape}")
-    _refuse_unnamed_axes(region, batch_axes, head_axis)
+    _refuse_unnamed_axes(region, batch_axes, head_axes)
     replicated = plan.spec.keys == REPLICATED_KEYS
     batch, heads = _explicit_specs(region, q, k, v, batched, replicated)
     automatic = region.automatic_axes
     batch += tuple(axis for axis in as_tuple(batch_axes) if axis in automatic)
-    heads += tuple(axis for axis in as_tuple(head_axis) if axis in automatic)
+    heads += tuple(axis for axis in as_tuple(head_axes) if axis in automatic)
     rows = () if region.is_local else (region.axis_name,)
     stacked, sinks_rank = plan.positions.ndim == 3, 0 if sinks is None else sinks.ndim
     return Specs(batch, rows, heads, batched, stacked, sinks_rank, replicated)
 
 
-def _refuse_unnamed_axes(region, batch_axes, head_axis):
+def _refuse_unnamed_axes(region, batch_axes, head_axes):
     """An automatic axis that nobody mentions would have its shards gathered without a word."""
     unnamed = [
         axis
         for axis in region.automatic_axes
         if axis != region.axis_name and region.sizes[axis] > 1
     ]
-    if unnamed and batch_axes is None and head_axis is None:
+    if unnamed and batch_axes is None and head_axes is None:
         raise ValueError(
             f"the sharding of q over the automatic mesh axes {unnamed} is not known here: name them"
-            " in"
-            " batch_axes= and head_axis=, or say batch_axes=() if q is replicated over them"
+            " in DistOptions(batch_axes=, head_axes=), or say batch_axes=() if q is replicated over them"
         )
 
 
@@ -190,7 +189,7 @@ def _check_rows(region, name, x, local_len, plan_name):
 
 
 def check_group_plans(
-    region: Region, q: jax.Array, plans: Sequence[AttentionPlan], head_axis: AxisNames
+    region: Region, q: jax.Array, plans: Sequence[AttentionPlan], head_axes: AxisNames
 ) -> None:
     """Refuses plans that cannot serve groups of heads of the same tokens."""
     for i, plan in enumerate(plans):
@@ -204,7 +203,7 @@ def check_group_plans(
                 f"plan {i} is for (ranks, tokens, rows of each rank) {sizes[0]}, plan 0 for {sizes[1]};"
                 " groups of heads share one dispatch: make the others with plan.with_mask(mask)"
             )
-    named = tuple(axis for axis in as_tuple(head_axis) if axis in region.automatic_axes)
+    named = tuple(axis for axis in as_tuple(head_axes) if axis in region.automatic_axes)
     sharded = named + explicit_entries(region, q)[-2]
     if sharded:
         raise NotImplementedError(

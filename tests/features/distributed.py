@@ -128,14 +128,14 @@ def _on_mesh(case, mesh, placed: Inputs, plans):
 
 
 def _program(case, mesh):
+    batched, inside = case["batch"] != "none", case["called"] == "in a shard_map"
+    automatic = case["called"] == "over automatic axes"
     options = DistOptions(
+        batch_axes=("dp" if batched else ()) if automatic else None,
+        implementation=implementation_of(case),
         deterministic=case["deterministic"] == "asked",
         keep_remote_kv=case["remote keys"] == "kept",
         reduce_dtype=jnp.dtype(case["partial results travel in"]),
-    )
-    batched, inside = case["batch"] != "none", case["called"] == "in a shard_map"
-    arguments = (
-        {"batch_axes": "dp" if batched else ()} if case["called"] == "over automatic axes" else {}
     )
 
     def attend(q, k, v, sinks, plans):
@@ -145,11 +145,9 @@ def _program(case, mesh):
             v,
             plans if len(plans) > 1 else plans[0],
             sinks=sinks,
-            implementation=implementation_of(case),
-            return_lse=True,
+            return_residual=True,
             return_max_logits=case["max logits"] == "returned",
             options=options,
-            **arguments,
             **options_of(case),
         )
 

@@ -56,8 +56,7 @@ def test_kernels_without_a_fixed_order_are_refused(plan, tensors):
             *tensors,
             plan,
             mesh=mesh,
-            implementation="sm90",
-            options=DistOptions(deterministic=True),
+            options=DistOptions(implementation="sm90", deterministic=True),
         )
     assert cuda.for_capability((9, 0), deterministic=True).is_deterministic
 

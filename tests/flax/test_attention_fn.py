@@ -16,6 +16,7 @@ LENGTHS = [37, 1, 58]
 T = sum(LENGTHS)
 MASK = mj.masks.varlen(LENGTHS, causal=True, window=(20, 0))
 SIZES = {"num_heads": 4, "in_features": 32, "qkv_features": 32, "decode": False}
+OVER_DP = mj.DistOptions(batch_axes="dp")
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 
 
@@ -42,7 +43,7 @@ def test_nnx_module_with_a_plan_that_is_an_argument(inputs):
     @jax.jit
     def apply(params, x, plan):
         module = nnx.merge(graphdef, params)
-        module.set_attributes(attention_fn=mj.flax.attention_fn(plan, batch_axes="dp"))
+        module.set_attributes(attention_fn=mj.flax.attention_fn(plan, options=OVER_DP))
         return module(x)
 
     x = mj.dispatch(inputs, plan, axis=1)

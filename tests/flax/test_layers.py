@@ -15,6 +15,7 @@ from magi_jax.flax import Attention, Decoder, DecoderConfig, attention_fn, rotat
 
 LENGTHS = [50, 3, 71]
 T = sum(LENGTHS)
+OVER_DP = mj.DistOptions(batch_axes="dp")
 CONFIG = DecoderConfig(
     vocab_size=17, num_layers=2, features=32, num_heads=4, num_kv_heads=2, head_dim=8, hidden=48
 )
@@ -68,7 +69,7 @@ def test_decoder_gives_the_same_dispatched_as_on_one_device(rng):
 
     @jax.jit
     def apply(params, tokens, positions, plans):
-        attends = tuple(attention_fn(plan, batch_axes="dp") for plan in plans)
+        attends = tuple(attention_fn(plan, options=OVER_DP) for plan in plans)
         return nnx.merge(graphdef, params)(tokens, positions, attends)
 
     moved = mj.dispatch((tokens, positions), plan, axis=1)

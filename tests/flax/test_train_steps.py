@@ -16,6 +16,7 @@ from magi_jax.flax import Decoder, DecoderConfig, attention_fn
 
 SEQ_LEN, BATCH, CP, VOCABULARY, STEPS = 88, 2, 4, 13, 3
 CONFIG = mj.PlanConfig(chunk_size=8, overlap=1)
+OVER_DP = mj.DistOptions(batch_axes="dp")
 FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
 
 
@@ -133,7 +134,7 @@ def test_own_model_trains_to_the_same_losses(make, rng):
     )
 
     def planned_loss(params, tokens, labels, plan):
-        attend = attention_fn(plan, batch_axes="dp")
+        attend = attention_fn(plan, options=OVER_DP)
         weight = jnp.broadcast_to(plan.positions.reshape(-1) >= 0, labels.shape)
         return _loss(apply(params, tokens, attend=attend), labels, weight)
 
@@ -169,7 +170,7 @@ def test_decoder_with_rotations_by_plan_positions_and_sinks(rng):
         return loss_of(params, tokens, labels, (dense_attention(mask),), jnp.arange(SEQ_LEN))
 
     def planned_loss(params, tokens, labels, plan):
-        attends = (attention_fn(plan, batch_axes="dp"),)
+        attends = (attention_fn(plan, options=OVER_DP),)
         return loss_of(params, tokens, labels, attends, plan.positions.reshape(-1))
 
     dense = _train(

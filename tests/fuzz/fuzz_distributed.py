@@ -210,7 +210,7 @@ def _compute(setup: Setup, mesh, operands: Operands, sinks, plan: AttentionPlan)
             mesh=mesh,
             sinks=sinks,
             logits_soft_cap=setup.cap,
-            return_lse=True,
+            return_residual=True,
             options=setup.options,
         )
 

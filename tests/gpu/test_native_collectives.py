@@ -226,10 +226,8 @@ def test_distributed_attention_and_its_gradients(overlap, placement, rng):
 
         def gradients(transport):
             def f(q, k, v, plan):
-                options = DistOptions(transport=transport)
-                return dist_attention(
-                    q, k, v, plan, mesh=mesh, implementation="reference", options=options
-                )
+                options = DistOptions(implementation="reference", transport=transport)
+                return dist_attention(q, k, v, plan, mesh=mesh, options=options)
 
             def both(q, k, v, plan, dout):
                 out, pull = jax.vjp(lambda *a: f(*a, plan), q, k, v)

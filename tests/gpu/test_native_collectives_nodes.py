@@ -62,13 +62,11 @@ def test_distributed_attention_and_its_gradients(placement, rng):
     with symmetric_memory(mesh, "cp", timeout_s=30.0, **PLACEMENTS[placement]) as memory:
 
         def gradients(transport):
-            options = DistOptions(transport=transport)
+            options = DistOptions(implementation="reference", transport=transport)
 
             def both(q, k, v, plan, dout):
                 out, pull = jax.vjp(
-                    lambda *a: dist_attention(
-                        *a, plan, mesh=mesh, implementation="reference", options=options
-                    ),
+                    lambda *a: dist_attention(*a, plan, mesh=mesh, options=options),
                     q, k, v,
                 )  # fmt: skip
                 return out, *pull(dout)

@@ -114,7 +114,9 @@ def run_with(mesh, **options):
     @jax.jit
     def run(problem, plan):
         def attention(q, k, v, sinks):
-            return dist_attention(q, k, v, plan, mesh=mesh, sinks=sinks, return_lse=True, **options)
+            return dist_attention(
+                q, k, v, plan, mesh=mesh, sinks=sinks, return_residual=True, **options
+            )
 
         return value_and_grads(attention, problem)
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from magi_jax import masks
-from magi_jax.parallel import dispatch, dist_attention, roll
+from magi_jax.parallel import DistOptions, dispatch, dist_attention, roll
 from magi_jax.plan import PlanConfig, make_plan
 from magi_jax.testing import cases, hlo
 
@@ -92,8 +92,10 @@ def test_communication_and_memory(where, rng):
     rows = 2 * plan.spec.local_len
     sharding = NamedSharding(mesh, P("dp", "cp", "tp"))
 
+    options = DistOptions(batch_axes="dp", head_axes="tp")
+
     def attention(q, k, v, plan):
-        return dist_attention(q, k, v, plan, batch_axes="dp", head_axis="tp")
+        return dist_attention(q, k, v, plan, options=options)
 
     if where != "global":
         spec = P(None, "cp")

@@ -36,7 +36,7 @@ def some_mask(rng):
 
 def attend(plan, **options):
     def attention(q, k, v, sinks):
-        return dist_attention(q, k, v, plan, sinks=sinks, return_lse=True, **options)
+        return dist_attention(q, k, v, plan, sinks=sinks, return_residual=True, **options)
 
     return attention
 
@@ -111,7 +111,8 @@ def batch_problem(rng, batch, kind, mesh):
         rows = {n: jax.device_put(x, tensor) for n, x in problem.rows.items()}
         return type(problem)(**rows, sinks=problem.sinks)
 
-    options = {} if kind == AxisType.Explicit else {"batch_axes": "dp", "head_axis": "tp"}
+    named = {} if kind == AxisType.Explicit else {"batch_axes": "dp", "head_axes": "tp"}
+    options = {"options": DistOptions(**named)}
     return problem, place, options
 
 

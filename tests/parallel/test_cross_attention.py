@@ -52,7 +52,7 @@ def check(answer, keys, wanted):
 
 def attend(plan, **options):
     return lambda q, k, v, sinks: dist_attention(
-        q, k, v, plan, sinks=sinks, return_lse=True, **options
+        q, k, v, plan, sinks=sinks, return_residual=True, **options
     )
 
 

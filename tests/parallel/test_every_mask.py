@@ -47,7 +47,7 @@ def test_every_mask(cp_size, stages, chunk, strategy, cap, rng):
     def run(problem, plan):
         def attention(q, k, v, sinks):
             return dist_attention(
-                q, k, v, plan, mesh=mesh, sinks=sinks, logits_soft_cap=cap, return_lse=True
+                q, k, v, plan, mesh=mesh, sinks=sinks, logits_soft_cap=cap, return_residual=True
             )
 
         return value_and_grads(attention, problem)

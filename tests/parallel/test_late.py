@@ -40,7 +40,8 @@ def test_every_kind_of_mask_in_one_program(cp_size, cap, tile_size, rng):
     spec = plans[0].spec
     for plan in plans[1:]:
         spec = spec.union(plan.spec)
-    run = run_with(make_mesh(cp=cp_size), logits_soft_cap=cap, implementation="reference")
+    reference = DistOptions(implementation="reference")
+    run = run_with(make_mesh(cp=cp_size), logits_soft_cap=cap, options=reference)
     for mask, plan in zip([*named.values(), WINDOW, WINDOW], plans, strict=True):
         problem, padded = random_problem(rng, SEQ_LEN), plan.pad_to(spec)
         answer = run(dispatched(problem, padded), padded)
@@ -72,7 +73,7 @@ def test_batches_share_a_plan_or_have_their_own(rng):
     spec = both[0].spec.union(both[1].spec)
     stacked = stack_plans([plan.pad_to(spec) for plan in both])
     problem = random_problem(rng, SEQ_LEN, lead=(2,))
-    run = run_with(mesh, batch_axes="dp")
+    run = run_with(mesh, options=DistOptions(batch_axes="dp"))
     shared = dispatched(problem, both[0], axis=1)
     check(run(shared, both[0]), both[0], expected_batch(problem, [WINDOW] * 2), axis=1)
     own = Problem(**dispatch(problem.rows, stacked, axis=1), sinks=problem.sinks)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from magi_jax import masks
-from magi_jax.parallel import dist_attention
+from magi_jax.parallel import DistOptions, dist_attention
 from magi_jax.plan import PlanConfig, make_plan
 from magi_jax.testing import cases
 
@@ -27,7 +27,7 @@ CONFIG = PlanConfig(chunk_size=4, overlap=2, roll_shifts=())
 
 def attend(plan, **options):
     def attention(q, k, v, sinks):
-        return dist_attention(q, k, v, plan, sinks=sinks, return_lse=True, **options)
+        return dist_attention(q, k, v, plan, sinks=sinks, return_residual=True, **options)
 
     return attention
 
@@ -93,7 +93,7 @@ def test_groups_that_do_not_fit_are_refused(rng):
         dist_attention(q, q, q, [plans[0], masks.full(SIZE)], mesh=mesh)
     both = make_mesh(cp=4, tp=2)
     with pytest.raises(NotImplementedError, match=r"sharded over .* a plan for each group"):
-        dist_attention(q, q, q, plans[:2], mesh=both, head_axis="tp")
+        dist_attention(q, q, q, plans[:2], mesh=both, options=DistOptions(head_axes="tp"))
     explicit = make_mesh(AxisType.Explicit, cp=4, tp=2)
     x = jax.device_put(q, jax.sharding.NamedSharding(explicit, P("cp", "tp")))
     with (

@@ -76,10 +76,11 @@ def text(steps):
     assert plan.spec.num_remote_stages == STAGES
     assert len(plan.comm[0].steps) == steps
     mesh = jax.sharding.AbstractMesh((cp_size,), ("cp",), axis_types=(AxisType.Auto,))
-    options = DistOptions(transport=NativeCalls(1, 2, "cp", cp_size).transport())
+    transport = NativeCalls(1, 2, "cp", cp_size).transport()
+    options = DistOptions(transport=transport, implementation="reference")
 
     def loss(q, k, v, plan):
-        out = dist_attention(q, k, v, plan, implementation="reference", options=options)
+        out = dist_attention(q, k, v, plan, options=options)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     def gradients(q, k, v, plan):

@@ -105,7 +105,7 @@ def test_a_batch_with_a_plan_for_each_sequence(rng):
     mask_of = [BLOCK, masks.causal(SEQ_LEN)]
     stacked = stack_plans(shared_plans(mask_of, 4, NODES))
     problem = random_problem(rng, SEQ_LEN, lead=(2,))
-    run = run_with(mesh, batch_axes="dp")
+    run = run_with(mesh, options=DistOptions(batch_axes="dp"))
     own = Problem(**dispatch(problem.rows, stacked, axis=1), sinks=problem.sinks)
     check(run(own, stacked), stacked, expected_batch(problem, mask_of), axis=1)
 

@@ -14,6 +14,7 @@ from magi_jax.plan import PlanConfig, make_plan, stack_plans
 
 PLAN = make_plan(masks.causal(30), 4, PlanConfig(chunk_size=4))
 ROWS = 4 * PLAN.spec.local_len
+OVER_DP = DistOptions(batch_axes="dp")
 
 
 def tensor(*shape, dtype=np.float32):
@@ -31,7 +32,7 @@ def call(q=None, k=None, v=None, plan=PLAN, **options):
 def test_what_fits_is_accepted():
     assert call().shape == (ROWS, 4, 6)
     assert call(tensor(3, ROWS, 4, 8)).shape == (3, ROWS, 4, 6)
-    out, lse = call(return_lse=True, sinks=tensor(4))
+    out, lse = call(return_residual=True, sinks=tensor(4))
     assert (out.shape, lse.shape, lse.dtype) == ((ROWS, 4, 6), (ROWS, 4), jnp.float32)
 
 
@@ -48,23 +49,23 @@ def test_what_fits_is_accepted():
         (r"sinks must be \[N\] or \[X, N\] with N = 4, got \(5,\)", {"sinks": tensor(5)}),
         ("for 4 ranks, but mesh axis 'cp' has 2", {"mesh": make_mesh(cp=2)}),
         ("axis_name='sp', which is no axis", {"axis_name": "sp"}),
-        ("batch_axes names 'dq'", {"batch_axes": "dq"}),
-        ("head_axis names 'cp'", {"head_axis": "cp"}),
-        ("q has no batch axis", {"batch_axes": "dp", "mesh": make_mesh(dp=2, cp=4)}),
+        ("batch_axes names 'dq'", {"options": DistOptions(batch_axes="dq")}),
+        ("head_axes names 'cp'", {"options": DistOptions(head_axes="cp")}),
+        ("q has no batch axis", {"options": OVER_DP, "mesh": make_mesh(dp=2, cp=4)}),
         (
-            r"automatic mesh axes \['dp'\] is not known here: name them in batch_axes=",
+            r"automatic mesh axes \['dp'\] is not known here: name them in DistOptions",
             {"mesh": make_mesh(dp=2, cp=4)},
         ),
         (
             "the batch of 3 does not divide over the 2 shards",
-            {"q": tensor(3, ROWS, 4, 8), "batch_axes": "dp", "mesh": make_mesh(dp=2, cp=4)},
+            {"q": tensor(3, ROWS, 4, 8), "options": OVER_DP, "mesh": make_mesh(dp=2, cp=4)},
         ),
         ("replica per sequence of a batch", {"plan": stack_plans([PLAN, PLAN])}),
         (
             "the stacked plan has 2 replicas here, the batch 3",
             {"plan": stack_plans([PLAN, PLAN]), "q": tensor(3, ROWS, 4, 8)},
         ),
-        ("implementation must be one of", {"implementation": "magic"}),
+        ("implementation must be one of", {"options": DistOptions(implementation="magic")}),
         ("unknown transport 'pigeon'", {"options": DistOptions(transport="pigeon")}),
     ],
 )
@@ -77,7 +78,12 @@ def test_heads_that_shards_do_not_divide():
     plan = make_plan(masks.causal(30), 2, PlanConfig(chunk_size=4))
     rows = 2 * plan.spec.local_len
     with pytest.raises(ValueError, match=r"k has 2 heads .* the 4 shards of mesh axes"):
-        call(tensor(rows, 4, 8), plan=plan, mesh=make_mesh(cp=2, tp=4), head_axis="tp")
+        call(
+            tensor(rows, 4, 8),
+            plan=plan,
+            mesh=make_mesh(cp=2, tp=4),
+            options=DistOptions(head_axes="tp"),
+        )
 
 
 def test_no_mesh_in_sight():

@@ -63,7 +63,7 @@ def test_batches_share_a_plan_or_have_their_own(rng):
     spec = both[0].spec.union(both[1].spec)
     stacked = stack_plans([plan.pad_to(spec) for plan in both])
     problem = random_problem(rng, SEQ_LEN, lead=(2,))
-    run = run_with(mesh, batch_axes="dp")
+    run = run_with(mesh, options=DistOptions(batch_axes="dp"))
     shared = dispatched(problem, both[0], axis=1)
     check(run(shared, both[0]), both[0], expected_batch(problem, [BLOCK] * 2), axis=1)
     own = Problem(**dispatch(problem.rows, stacked, axis=1), sinks=problem.sinks)

@@ -92,7 +92,7 @@ def test_dist_attention(rng):
     mesh = jax.make_mesh((8,), ("cp",), (AxisType.Auto,))
 
     def attend(q, k, v, plan):
-        return mj.dist_attention(q, k, v, plan, mesh=mesh, return_lse=True)
+        return mj.dist_attention(q, k, v, plan, mesh=mesh, return_residual=True)
 
     run = _with_gradients(attend)
 

@@ -20,6 +20,7 @@ SEQ_LEN, BATCH = 90, 2
 SIZES = {"dp": 1, "fsdp": 2, "tp": 2, "cp": 2}
 CONFIG = mj.PlanConfig(chunk_size=8, overlap=1, roll_shifts=())
 FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
+OVER_AUTOMATIC_AXES = mj.DistOptions(batch_axes=model.BATCH_AXES, head_axes="tp")
 
 
 def _mesh(kind):
@@ -52,10 +53,8 @@ def _tokens(rng, plan, count):
 
 
 def _attend(plan, kind):
-    options = {"batch_axes": model.BATCH_AXES, "head_axis": "tp"}
-    if kind == AxisType.Explicit:
-        options = {}
-    return lambda q, k, v: mj.dist_attention(q, k, v, plan, **options)
+    options = None if kind == AxisType.Explicit else OVER_AUTOMATIC_AXES
+    return lambda q, k, v: mj.dist_attention(q, k, v, plan, options=options)
 
 
 def _check_collectives(compiled, plan, times):
@@ -167,8 +166,7 @@ def test_decoder_gathers_weights_and_never_the_batch(rng):
     _, tokens, _ = _tokens(rng, plan, BATCH)
 
     def loss(params, tokens, plan):
-        options = {"batch_axes": model.BATCH_AXES, "head_axis": "tp"}
-        attends = (mj.flax.attention_fn(plan, **options),)
+        attends = (mj.flax.attention_fn(plan, options=OVER_AUTOMATIC_AXES),)
         positions = plan.positions.reshape(tokens.shape)
         return (nnx.merge(graphdef, params)(tokens, positions, attends) ** 2).mean()
 
