@@ -90,6 +90,7 @@ __device__ inline void TellPeer(const Meeting& meeting, int peer, const Digests&
   Mailbox& mailbox = *meeting.outbox[peer];
   for (int i = 0; i < meeting.num_leaves; ++i) mailbox.addresses[i] = meeting.addresses[i];
   mailbox.signature = meeting.signature;
+  mailbox.run = meeting.run;
   mailbox.outgoing = digests.outgoing[peer];
   mailbox.incoming = digests.incoming[peer];
   StoreRelease(&mailbox.entered, meeting.call);
@@ -100,6 +101,7 @@ __device__ inline Failure HearPeer(const Meeting& meeting, int peer, const Diges
   const Failure failure = Await(&mailbox.entered, mailbox, meeting, Failure::kNeverEntered);
   if (failure != Failure::kNone) return failure;
   if (LoadAcquire(&mailbox.signature) != meeting.signature) return Failure::kOtherCall;
+  if (LoadAcquire(&mailbox.run) != meeting.run) return Failure::kOtherRun;
   const bool same = LoadAcquire(&mailbox.outgoing) == digests.incoming[peer] &&
                     LoadAcquire(&mailbox.incoming) == digests.outgoing[peer];
   return same ? Failure::kNone : Failure::kOtherPlan;

@@ -18,6 +18,7 @@ constexpr int kMaxRanks = 1024;
 struct alignas(128) Mailbox {
   uint64_t addresses[kMaxLeaves];  // where the writer's operands are, see Meeting::bases
   uint64_t signature;              // of the call: kind, sizes
+  uint64_t run;                    // Meeting::run
   uint64_t outgoing, incoming;  // digest of the pieces that the writer sends here, gets from here
   uint64_t entered;             // the last call whose fields above are set
   uint64_t left;                // the last call in which the writer needs nothing of the reader
@@ -32,6 +33,7 @@ enum class Failure : uint32_t {
   kOtherCall = 4,     // the peer makes a different call
   kOtherPlan = 5,     // the peer's table does not match this rank's
   kOtherRank = 6,     // the caller's place in its mesh is not that of the memory
+  kOtherRun = 7,      // the peer makes this call in another execution of the program
 };
 
 // In host memory that the device writes; `failure` last. The first failure of a pool stays.
@@ -56,6 +58,7 @@ struct Meeting {
   int32_t num_leaves;
   uint32_t kind;  // of the call, for the record
   uint64_t call, signature;
+  uint64_t run;  // number of the execution, equal on all ranks; 0: ranks do not share one
   uint64_t timeout_ns;
   uint64_t addresses[kMaxLeaves];  // to tell the peers
 };

@@ -250,6 +250,11 @@ std::string Member::Failure() const {
     case comm::Failure::kOtherPlan:
       reason = peer + " has a plan that differs from this rank's";
       break;
+    case comm::Failure::kOtherRun:
+      reason = peer +
+               " runs other steps at the same time: threads of this process that run programs"
+               " over one symmetric memory must take turns";
+      break;
     case comm::Failure::kOtherRank:
       reason =
           "the caller is " + peer + " of its mesh axis, the memory was set up for another mesh";

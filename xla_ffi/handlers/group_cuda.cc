@@ -26,7 +26,7 @@ using comm::Kind;
 using Operand = ffi::AnyBuffer;
 
 constexpr int64_t kStagingAlignment = 256;
-constexpr int64_t kMaxVectors = std::numeric_limits<uint32_t>::max();
+constexpr int64_t kMaxCounted = std::numeric_limits<uint32_t>::max();
 
 ffi::Error CudaFailed(const char* what, cudaError_t error) {
   return ffi::Error(ffi::ErrorCode::kInternal, std::string(what) + ": " + cudaGetErrorName(error) +
@@ -83,6 +83,20 @@ ffi::Error DecodeElement(Operand buffer, comm::Element* element) {
   }
 }
 
+// How many things of an array the kernels count in 32 bits: vectors of 16 bytes where rows consist
+// of whole ones, else words, bytes or elements.
+int64_t Counted(Kind kind, int64_t result_rows, const comm::Leaf& leaf) {
+  const int64_t bytes = leaf.row_bytes, elements = leaf.row_elements;
+  if (kind == Kind::kCast) {
+    return result_rows * (bytes % 16 == 0 ? bytes / 16 : bytes % 4 == 0 ? bytes / 4 : bytes);
+  }
+  const bool is_half = leaf.element == comm::Element::kF16 || leaf.element == comm::Element::kBF16;
+  const int64_t in_vector = is_half ? 8 : 4;
+  const bool in_vectors =
+      kind == Kind::kReduceSum && leaf.element != comm::Element::kPred && elements % in_vector == 0;
+  return result_rows * (in_vectors ? elements / in_vector : elements);
+}
+
 // Elements of a row; rows are the leading axis.
 int64_t RowElements(Operand buffer) {
   int64_t elements = 1;
@@ -102,10 +116,6 @@ ffi::Error DecodeLeaf(Kind kind, Operand operand, Operand result, int64_t operan
                            ", got shapes " + DescribeShape(operand) + " and " +
                            DescribeShape(result));
   }
-  if (row_elements * std::max(operand_rows, result_rows) > kMaxVectors) {
-    return InvalidArgument("an array of shape " + DescribeShape(operand) +
-                           " has more than 2^32 - 1 elements");
-  }
   if (kind != Kind::kCast) MAGI_JAX_RETURN_IF_ERROR(DecodeElement(operand, &leaf->element));
   if (kind == Kind::kCast) {
     const bool is_bool = operand.element_type() == ffi::DataType::PRED;
@@ -117,8 +127,16 @@ ffi::Error DecodeLeaf(Kind kind, Operand operand, Operand result, int64_t operan
   // A cast keeps the dtype, so that its result tells the size of a row even of an empty operand.
   const Operand& sized = kind == Kind::kCast ? result : operand;
   const int64_t sized_rows = kind == Kind::kCast ? result_rows : operand_rows;
-  leaf->row_bytes = static_cast<uint32_t>(sized_rows == 0 ? 0 : sized.size_bytes() / sized_rows);
+  const int64_t row_bytes = sized_rows == 0 ? 0 : sized.size_bytes() / sized_rows;
+  leaf->row_bytes = static_cast<uint32_t>(row_bytes);
   leaf->result_bytes = static_cast<int64_t>(result.size_bytes());
+  if (std::max(row_elements, row_bytes) > kMaxCounted ||
+      Counted(kind, result_rows, *leaf) > kMaxCounted) {
+    return InvalidArgument(
+        "an array of shape " + DescribeShape(operand) + " with " + std::to_string(result_rows) +
+        " rows of results is too large: kernels count its vectors of 16 bytes, or"
+        " what its rows consist of where those do not fit, in 32 bits");
+  }
   return ffi::Error::Success();
 }
 
@@ -253,10 +271,10 @@ ffi::Error FindMember(int32_t pool, int32_t device, std::shared_ptr<comm::Member
 // Starts a call beside the stream. Results may be read, and operands and map overwritten, once
 // Finish was enqueued.
 template <Kind kKind>
-ffi::Error Start(cudaStream_t stream, int32_t device, Operand send, Operand recv, Operand caller,
-                 ffi::RemainingArgs operands, ffi::Result<Operand> map, ffi::RemainingRets results,
-                 int32_t pool, int32_t cp_size, int32_t src_rows, int32_t dst_rows,
-                 int32_t beside) {
+ffi::Error Start(cudaStream_t stream, int32_t device, ffi::RunId run, Operand send, Operand recv,
+                 Operand caller, ffi::RemainingArgs operands, ffi::Result<Operand> map,
+                 ffi::RemainingRets results, int32_t pool, int32_t cp_size, int32_t src_rows,
+                 int32_t dst_rows, int32_t beside) {
   std::shared_ptr<comm::Member> member;
   MAGI_JAX_RETURN_IF_ERROR(FindMember(pool, device, &member));
   if (member->config().cp_size != cp_size) {
@@ -270,6 +288,9 @@ ffi::Error Start(cudaStream_t stream, int32_t device, Operand send, Operand recv
   constexpr bool kIsCast = kKind == Kind::kCast;
   GroupCall call = {};
   call.kind = kKind;
+  // Ranks of one process share the number of an execution; where operands are staged they may be of
+  // several, whose numbers say nothing to each other.
+  call.meeting.run = member->config().staging_bytes == 0 ? static_cast<uint64_t>(run.run_id) : 0;
   call.meeting.caller = static_cast<const int32_t*>(caller.untyped_data());
   call.meeting.extents = {cp_size, src_rows, dst_rows};
   const int64_t operand_rows = kIsCast ? src_rows : dst_rows;
@@ -321,6 +342,7 @@ auto BindStart() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
       .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::RunId>()
       .Arg<Operand>()  // send
       .Arg<Operand>()  // recv
       .Arg<Operand>()  // caller
