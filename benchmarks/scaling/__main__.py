@@ -54,7 +54,8 @@ def main() -> None:
         )
     time.add_argument("--budget-s", type=float, default=180.0)
     time.add_argument("--out", type=pathlib.Path, default=KERNELS)
-    simulate.add_argument("--kernels", type=pathlib.Path, nargs="+", default=[KERNELS])
+    for command in (prepare, simulate):
+        command.add_argument("--kernels", type=pathlib.Path, nargs="+", default=[KERNELS])
     simulate.add_argument("--out", type=pathlib.Path, default=RESULTS / "scaling.json")
     simulate.add_argument("--pictures", type=pathlib.Path, default=ROOT / "docs" / "pictures")
     check_.add_argument("--tokens-per-rank", type=int, nargs="+", default=[8192, 32768])

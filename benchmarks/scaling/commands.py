@@ -1,6 +1,7 @@
 """Prepares, times and simulates all problems and strategies."""
 
 import json
+import pathlib
 import time
 
 import numpy as np
@@ -8,9 +9,9 @@ from provenance import save
 
 from scaling.fit import Fit, features, first_fit, fit
 from scaling.machine import Machine, Times
-from scaling.measure import SLOW, time_orders
+from scaling.measure import SLOW, call_seconds, time_orders
 from scaling.model import step_us
-from scaling.orders import Order, choose, load_orders, save_orders
+from scaling.orders import Order, Works, choose, load_orders, predict, save_orders
 from scaling.work import (
     FLOPS_PER_PAIR,
     HEAD_DIM,
@@ -23,8 +24,6 @@ from scaling.work import (
     problems,
     strategy_names,
 )
-
-Works = dict[tuple[int, str, str], Work]  # by ranks, mask and strategy
 
 
 def all_work(args) -> tuple[Works, dict[str, Piece], dict[tuple[int, str], Problem]]:
@@ -45,16 +44,20 @@ def all_work(args) -> tuple[Works, dict[str, Piece], dict[tuple[int, str], Probl
 def prepare(args) -> dict[str, Order]:
     """Chooses pieces, writes them in the order of their worth, and says how long they should take."""
     works, pieces, _ = all_work(args)
-    wanted = choose([(name, work) for (_, _, name), work in works.items()], pieces, first_fit())
+    # By an earlier run where it timed any of these: kernels may have changed, their order hardly.
+    _, timed = read_times([path for path in args.kernels if path.exists()])
+    fitted = fit_to(timed, pieces) if set(timed) & set(pieces) else first_fit()
+    steps = {}
+    for (cp, mask, name), work in works.items():
+        times, _ = kernel_times(work, pieces, {}, fitted)
+        steps[cp, mask, name] = step_us(name, work, times, cp, Machine())
+    wanted = choose(works, pieces, fitted, steps)
     chosen = {key: Order(pieces[key], tuple(sorted(passes))) for key, passes in wanted.items()}
     save_orders(args.pieces, chosen)
-    table = np.array([features(order.piece) for order in chosen.values()])
-    each = sum(
-        first_fit().microseconds(table, which)
-        * [which in order.passes for order in chosen.values()]
-        for which in FLOPS_PER_PAIR
+    predicted = predict({key: order.piece for key, order in chosen.items()}, fitted)
+    seconds = sum(
+        call_seconds(predicted[which][key]) for key in chosen for which in chosen[key].passes
     )
-    seconds = (np.minimum(4 * each, 2 * each + 9000) + 15000).sum() / 1e6
     print(f"{len(chosen)} of {len(pieces)} pieces, about {seconds:.0f} s, in {args.pieces}")
     return chosen
 
@@ -80,23 +83,9 @@ def time_on_gpu(args) -> None:
 
 def simulate(args) -> None:
     """Rates of all strategies from the kernel times, as JSON and as pictures."""
-    timed: dict[str, dict] = {}
-    sources = [json.loads(path.read_text()) for path in args.kernels]
-    for source in sources:
-        fastest = max(piece["matmul"] for piece in source["pieces"].values())
-        kept = {k: p for k, p in source["pieces"].items() if p["matmul"] >= SLOW * fastest}
-        print(
-            f"{len(source['pieces']) - len(kept)} pieces were timed on a slow card and are left out"
-        )
-        timed.update(kept)
+    sources, timed = read_times(args.kernels)
     works, pieces, posed = all_work(args)
-    known = {key: features(pieces[key]) for key in timed if key in pieces}
-    fitted = fit(
-        {
-            which: [(known[key], timed[key][which]) for key in known if which in timed[key]]
-            for which in FLOPS_PER_PAIR
-        }
-    )
+    fitted = fit_to(timed, pieces)
     machine = Machine()
     rows = []
     for (cp, mask, name), work in works.items():
@@ -112,7 +101,7 @@ def simulate(args) -> None:
         "what": "simulated TFLOP/s per GPU; kernels timed on one GPU, transfers modelled",
         "machine": machine._asdict(),
         "kernels": [{k: v for k, v in source.items() if k != "pieces"} for source in sources],
-        "timed_pieces": len(known),
+        "timed_pieces": len(set(timed) & set(pieces)),
         "pieces": len(pieces),
         "fit_error": {w: [round(x, 3) for x in e] for w, e in fitted.errors.items()},
         "rows": rows,
@@ -123,6 +112,30 @@ def simulate(args) -> None:
         from scaling.plot import draw
 
         draw(rows, args.pictures)
+
+
+def read_times(paths: list[pathlib.Path]) -> tuple[list[dict], dict[str, dict]]:
+    """Result files of `time_on_gpu`, and the times by piece of all that ran on a card at its pace."""
+    timed: dict[str, dict] = {}
+    sources = [json.loads(path.read_text()) for path in paths]
+    for source in sources:
+        fastest = max(piece["matmul"] for piece in source["pieces"].values())
+        kept = {k: p for k, p in source["pieces"].items() if p["matmul"] >= SLOW * fastest}
+        left_out = len(source["pieces"]) - len(kept)
+        print(f"{left_out} pieces were timed on a slow card and are left out")
+        timed.update(kept)
+    return sources, timed
+
+
+def fit_to(timed: dict[str, dict], pieces: dict[str, Piece]) -> Fit:
+    """The fit to those of the timed pieces that are among ``pieces``."""
+    known = {key: features(pieces[key]) for key in timed if key in pieces}
+    return fit(
+        {
+            which: [(known[key], timed[key][which]) for key in known if which in timed[key]]
+            for which in FLOPS_PER_PAIR
+        }
+    )
 
 
 def kernel_times(

@@ -18,8 +18,11 @@ from magi_jax.plan.tables import SliceTable
 from scaling.orders import Order
 from scaling.work import HEAD_DIM, Piece
 
-BLOCK = 64  # pieces between two looks at the pace of the card
+BLOCK = 192  # pieces between two looks at the pace of the card
 SLOW = 0.8  # of the fastest pace that was seen; what was timed below is timed again, or not used
+WARM_US = 250e3  # of calls before the first timed one of a block, which follows a pause
+LEAD_US, TIMED_US = 4e3, 6e3  # of calls of a piece, first untimed and then timed
+LONG_US = 60e3  # a call that takes longer needs none before it
 
 
 def time_orders(
@@ -27,7 +30,10 @@ def time_orders(
 ) -> dict[str, dict[str, float]]:
     """Microseconds of passes by piece, as many pieces as the budget allows.
 
-    A card that others use, or that is hot, changes its pace: a matrix product between blocks of pieces tells.
+    A card at rest runs up to 15 % faster for a tenth of a second than it can at the limit of its power, so
+    a call of 20 ms would seem faster than the same work in one of 200 ms. Pieces are timed on a card that
+    does not rest: each right after untimed calls of its own, those after the last piece's, and what the host
+    has to do is done before. A matrix product between blocks of pieces tells whether others used the card.
     """
     started = time.perf_counter()
     bench = Bench(get_implementation(implementation))
@@ -37,7 +43,9 @@ def time_orders(
         block, waiting = waiting[:BLOCK], waiting[BLOCK:]
         tables = {key: device_table(orders[key].piece) for key in block}
         bench.compile((orders[key].piece, table) for key, table in tables.items())
+        tables = jax.block_until_ready(jax.device_put(tables))
         pace = [_pace()]
+        bench.warm(orders[block[0]].piece, tables[block[0]])
         times = {}
         for key, table in tables.items():
             if time.perf_counter() - started > budget_s:
@@ -99,6 +107,20 @@ class Bench:
         """Microseconds of the given passes; ``table`` is what `device_table` gives, if it is there."""
         table = device_table(piece) if table is None else table
         self.compile([(piece, table)])
+        calls = dict(zip(("forward", "backward"), self._calls(piece, table), strict=True))
+        wanted = [which for which in calls if which in passes]
+        jax.block_until_ready(calls[wanted[-1]]())  # a backward pass begins with a forward one
+        return {which: mean_us(calls[which]) for which in wanted}
+
+    def warm(self, piece: Piece, table: SliceTable) -> None:
+        """Keeps the card busy with a piece until its pace has settled."""
+        run_forward, _ = self._calls(piece, table)
+        started = time.perf_counter()
+        while (time.perf_counter() - started) * 1e6 < WARM_US:
+            jax.block_until_ready(run_forward())
+
+    def _calls(self, piece: Piece, table: SliceTable) -> tuple[Callable, Callable]:
+        """Calls of both passes, whose programs are there."""
         forward, backward = self.made[_kind(piece, table)]
         table = jax.device_put(table)
         operands = self._operands(piece, table, self._array)
@@ -106,20 +128,19 @@ class Bench:
         if piece.result == "merged":
             merged = jnp.zeros(operands.q.shape, jnp.float32), jnp.zeros(operands.delta.shape)
         # The partial result is given away at each call, as inside a step, where it is never copied.
-        result = jax.block_until_ready(forward(operands, table, merged))
-        state = {"result": result}
+        state: dict[str, Any] = {"result": merged}
 
         def run_forward():
             given = state["result"] if merged is not None else None
             state["result"] = forward(operands, table, given)
             return state["result"]
 
-        times = {"forward": mean_us(run_forward)} if "forward" in passes else {}
-        if "backward" in passes:
-            lse = state["result"][1]
-            jax.block_until_ready(backward(operands, lse, table))
-            times["backward"] = mean_us(lambda: backward(operands, lse, table))
-        return times
+        def run_backward():
+            if state["result"] is merged:
+                run_forward()
+            return backward(operands, state["result"][1], table)
+
+        return run_forward, run_backward
 
     def _operands(self, piece: Piece, table: SliceTable, make: Callable) -> Operands:
         q_shape = table.q_len, piece.heads, HEAD_DIM
@@ -199,8 +220,8 @@ def _roomy(size: int) -> int:
     return power
 
 
-def mean_us(call, enough_us: float = 3000.0, most: int = 20) -> float:
-    """Microseconds of a call that has run before: the lesser of two means of back-to-back calls."""
+def mean_us(call: Callable) -> float:
+    """Microseconds of a call, the mean of back-to-back ones right after others that are not timed."""
 
     def run(count: int) -> float:
         start = time.perf_counter()
@@ -210,7 +231,12 @@ def mean_us(call, enough_us: float = 3000.0, most: int = 20) -> float:
         return (time.perf_counter() - start) * 1e6 / count
 
     once = run(1)
-    if once > 20 * enough_us:
+    if once > LONG_US:
         return once
-    count = min(max(int(enough_us / once), 1), most)
-    return min(run(count), run(count))
+    once = run(max(int(LEAD_US / once), 1))
+    return run(max(int(TIMED_US / once), 1))
+
+
+def call_seconds(us: float) -> float:
+    """What it takes to time a call of so many microseconds."""
+    return (2 * us + (LEAD_US + TIMED_US if us < LONG_US else 0.0)) / 1e6

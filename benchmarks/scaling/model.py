@@ -18,6 +18,7 @@ from scaling.work import HEAD_DIM, NODE, NUM_HEADS, NUM_KV_HEADS, Work
 def step_us(name: str, work: Work, times: Times, num_ranks: int, machine: Machine) -> dict:
     """Microseconds of the slowest rank, ``{"forward": .., "backward": ..}``."""
     if work.traffic is not None:
+        machine = machine._replace(grad_bytes=2) if work.alike else machine
         return our_us(work, times, our_moves(work, machine), machine)
     strategy = strategies.make(name, num_ranks, NODE)
     if isinstance(strategy, strategies.HeadRing):
@@ -80,7 +81,17 @@ def our_moves(work: Work, machine: Machine) -> dict[str, Moves]:
             )
             found = found._replace(travel_out=out, travel_back=back)
         moves[which] = found
+    if work.alike:
+        moves["backward"] = _without_casts(moves["backward"])
     return moves
+
+
+def _without_casts(moves: Moves) -> Moves:
+    """Keys and values are there from the forward pass; queries that travel do so again."""
+    within = moves.within
+    if within is not None:
+        within = np.stack([np.zeros_like(within[0]), within[1]])
+    return moves._replace(cast=np.zeros_like(moves.cast), within=within)
 
 
 def our_us(work: Work, times: Times, moves: dict[str, Moves], machine: Machine) -> dict[str, float]:

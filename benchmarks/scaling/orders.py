@@ -1,7 +1,6 @@
 """Chooses which pieces of work are worth the time of a GPU, and keeps the choice in a file."""
 
 import pathlib
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -9,57 +8,79 @@ import numpy as np
 from scaling.fit import Fit, features
 from scaling.work import FLOPS_PER_PAIR, OURS, Piece, Work
 
+Works = dict[tuple[int, str, str], Work]  # by ranks, mask and strategy
+
+CLOSE, WORTH_A_LOOK = 0.9, 0.7  # of the best other strategy's rate
+NEAR = 0.9  # of the kernel time of the slowest rank: who is above by the fit may be the slowest
+MOST_US = 3e6  # of calls of one strategy on one problem, past the first ranks
+FIRST_RANKS = 4
+
 
 def choose(
-    works: Iterable[tuple[str, Work]], pieces: dict[str, Piece], fit: Fit
+    works: Works, pieces: dict[str, Piece], fit: Fit, steps: dict[tuple, dict[str, float]]
 ) -> dict[str, set[str]]:
     """Names of pieces in the order of their worth, and the passes that each is wanted for.
 
-    Ours first: all calls of the three slowest ranks and of two more. Then, of each other strategy, the calls
-    of the slowest rank, or for rings the four slowest calls; then two more of each drawn at random.
+    Problems with most ranks first. Of each, ours and the others that are close to the best other in either
+    pass: the calls of all ranks that may be the slowest, so that those that are compared ran one after the
+    other on one card. Then the slowest rank of the others that are worth a look.
+
+    Args:
+        steps: predicted microseconds of each work, by pass.
     """
-    rng = np.random.default_rng(0)
-    rounds: tuple[dict, dict, dict] = ({}, {}, {})
-    predicted = predict(pieces, fit)
-
-    def want(turn: int, names: np.ndarray, *passes: str) -> None:
-        for key in filter(None, np.ravel(names).tolist()):
-            rounds[turn].setdefault(key, set()).update(passes)
-
-    def cost_of(calls: np.ndarray) -> np.ndarray:
-        return np.array([[predicted.get(key, 0.0) for key in row] for row in calls])
-
-    for name, work in works:
-        cost = cost_of(work.calls)
-        by_rank = np.argsort(-cost.sum(axis=1), kind="stable")
-        if name == OURS:
-            sampled = [*by_rank[:3], *rng.permutation(by_rank[3:])[:2]]
-            want(0, work.calls[sampled], "forward")
-            want(0, work.backward_calls[sampled], "backward")
-            if work.travel_calls is not None:
-                want(0, work.travel_calls[sampled], *FLOPS_PER_PAIR)
-        elif work.level_sizes or cost.shape[1] == 1:
-            want(1, work.calls[by_rank[0]], *FLOPS_PER_PAIR)
-            want(2, work.calls[rng.permutation(by_rank[1:])[:1]], *FLOPS_PER_PAIR)
-        else:
-            keys, first = np.unique(work.calls, return_index=True)
-            slowest = keys[np.argsort(-cost.ravel()[first], kind="stable")]
-            want(1, slowest[:4], *FLOPS_PER_PAIR)
-            want(2, rng.permutation(slowest[4:])[:2], *FLOPS_PER_PAIR)
     wanted: dict[str, set[str]] = {}
-    for turn in rounds:
-        for key, passes in turn.items():
-            wanted.setdefault(key, set()).update(passes)
+    predicted = predict(pieces, fit)
+    posed = sorted(dict.fromkeys(key[:2] for key in works), key=lambda problem: -problem[0])
+    for most_ranks, share in ((None, CLOSE), (1, WORTH_A_LOOK)):
+        for problem in posed:
+            named = {key[2]: key for key in works if key[:2] == problem}
+            for name in (n for n in named if _compares(n, named, steps, share)):
+                work = works[named[name]]
+                _want(wanted, work.calls, "forward", predicted, most_ranks)
+                _want(wanted, work.backward_calls, "backward", predicted, most_ranks)
+                if work.travel_calls is not None:
+                    for which in FLOPS_PER_PAIR:
+                        _want(wanted, work.travel_calls[:, None], which, predicted, most_ranks)
     return wanted
 
 
-def predict(pieces: dict[str, Piece], fit: Fit) -> dict[str, float]:
-    """Forward and backward together, microseconds, of each piece."""
-    if not pieces:
-        return {}
-    table = np.array([features(piece) for piece in pieces.values()])
-    total = sum(fit.microseconds(table, which) for which in FLOPS_PER_PAIR)
-    return dict(zip(pieces, total.tolist(), strict=True))
+def _compares(name: str, named: dict[str, tuple], steps: dict, share: float) -> bool:
+    """Whether a strategy is ours, or reaches a share of the best other's rate in one of the passes."""
+    if name.startswith(OURS):
+        return True
+    others = [key for n, key in named.items() if not n.startswith(OURS)]
+    return any(
+        min(steps[key][which] for key in others) >= share * steps[named[name]][which]
+        for which in FLOPS_PER_PAIR
+    )
+
+
+def _want(
+    wanted: dict, calls: np.ndarray, which: str, predicted: dict, most_ranks: int | None
+) -> None:
+    """Adds the calls of the slowest ranks, slowest first."""
+    cost = np.array([[predicted[which].get(key, 0.0) for key in row] for row in calls])
+    total = cost.sum(axis=1)
+    used, known = 0.0, set()
+    for place, rank in enumerate(np.argsort(-total, kind="stable")):
+        if total[rank] < NEAR * total.max() or (most_ranks and place >= most_ranks):
+            break
+        for key, us in zip(calls[rank].tolist(), cost[rank], strict=True):
+            if key and key not in known:
+                known.add(key)
+                wanted.setdefault(key, set()).add(which)
+                used += us
+        if used > MOST_US and place + 1 >= FIRST_RANKS:
+            break
+
+
+def predict(pieces: dict[str, Piece], fit: Fit) -> dict[str, dict[str, float]]:
+    """Microseconds of each piece, by pass."""
+    table = np.array([features(piece) for piece in pieces.values()]).reshape(len(pieces), -1)
+    return {
+        which: dict(zip(pieces, fit.microseconds(table, which).tolist(), strict=True))
+        for which in FLOPS_PER_PAIR
+    }
 
 
 class Order(NamedTuple):

@@ -1,5 +1,6 @@
 """What each rank computes in each step of a strategy, as pieces that are timed once each."""
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -15,13 +16,14 @@ from planner_masks import FAMILIES
 
 from magi_jax import masks
 from magi_jax.masks import AttnMask, algebra, bands
-from magi_jax.plan import PlanConfig, make_plan
+from magi_jax.plan import AttentionPlan, PlanConfig, make_plan
 from magi_jax.plan.tables import N_ROWS, PEER, AnyComm, CommMeta, StageTables
 
 TOKENS_PER_RANK, NODE = 8192, 8
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 64, 8, 128
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # times heads and head dim
 OURS = "magi_jax"
+ALIKE = "magi_jax_alike"  # planned ahead; keys kept and gradients sent as those of the others are
 MOST_SLICES = 200_000  # of all steps of a strategy, past which it is left out
 FEW = 16  # slices of a mask that it is worth bringing into one form
 DOCUMENTS = pathlib.Path(__file__).resolve().parents[1] / "kernel_documents.json"
@@ -74,6 +76,7 @@ class Work(NamedTuple):
         travel_calls: the piece of each rank that serves travelling queries, ``[ranks]``, if any travel.
         travel_traffic: query rows that travel, ``[steps, ranks, ranks]``.
         level_sizes, level_rows: group size and rows of each step of the hybrid strategy.
+        alike: whether the backward pass has kept its keys and sends bfloat16; of our plans only.
     """
 
     calls: np.ndarray
@@ -87,6 +90,7 @@ class Work(NamedTuple):
     travel_traffic: np.ndarray | None = None
     level_sizes: tuple[int, ...] = ()
     level_rows: tuple[int, ...] = ()
+    alike: bool = False
 
 
 def problems(
@@ -126,7 +130,7 @@ def document_lengths(mask: AttnMask) -> np.ndarray:
 def strategy_names(problem: Problem, num_ranks: int) -> list[str]:
     """Ours and the strategies that are worth looking at for a problem."""
     documents = len(problem.lengths)
-    names = [OURS]
+    names = [OURS, ALIKE]
     for name in strategies.names():
         by_document = name.endswith("documents") or name == "hybrid"
         if by_document and documents == 1:
@@ -147,8 +151,8 @@ def _rings(name: str, num_ranks: int) -> int:
 
 def make_work(name: str, problem: Problem, num_ranks: int, pieces: dict[str, Piece]) -> Work:
     """The work of one strategy; its pieces are added to ``pieces``."""
-    if name == OURS:
-        return _our_work(problem, num_ranks, pieces)
+    if name.startswith(OURS):
+        return _our_work(problem, num_ranks, pieces, name == ALIKE)
     strategy = strategies.make(name, num_ranks, NODE)
     if isinstance(strategy, strategies.HeadRing):
         rows, groups = strategy.buffer_rows(problem), num_ranks // strategy.heads
@@ -164,9 +168,16 @@ def make_work(name: str, problem: Problem, num_ranks: int, pieces: dict[str, Pie
     return _hybrid_work(strategy, problem, pieces)
 
 
-def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece]) -> Work:
+def _our_plan(problem: Problem, num_ranks: int, alike: bool) -> AttentionPlan:
     config = PlanConfig(ranks_per_node=min(NODE, num_ranks))
-    plan = make_plan(problem.mask, num_ranks, config)
+    if alike:
+        rates = dataclasses.replace(config.cost_model, grad_bytes=2)
+        config = dataclasses.replace(config, effort="high", cost_model=rates)
+    return make_plan(problem.mask, num_ranks, config)
+
+
+def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece], alike: bool) -> Work:
+    plan = _our_plan(problem, num_ranks, alike)
 
     def calls_of(stages: StageTables, backward: bool) -> np.ndarray:
         # What has parts is float32: `out`, and in the backward pass dK and dV.
@@ -186,7 +197,7 @@ def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece]) -> Wor
     def late_rows(stages: StageTables) -> int:
         if stages.late is None:
             return 0
-        return int(np.count_nonzero(stages.late.rows < plan.spec.local_len, axis=1).max())
+        return int(stages.late.num_rows.max())
 
     def steps_of(comm: AnyComm) -> np.ndarray:
         return np.stack([_traffic(step, num_ranks) for step in comm.steps])
@@ -195,7 +206,8 @@ def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece]) -> Wor
         found = [steps_of(comm) for comm in comms]
         return np.stack(found) if found else np.zeros((0, 1, num_ranks, num_ranks))
 
-    directions = plan.forward_stages, plan.backward_stages
+    # Who keeps keys walks the stages in which they came.
+    directions = plan.forward_stages, plan.forward_stages if alike else plan.backward_stages
     comms = [
         stages.comm if stages.late is None else (*stages.comm, stages.late.comm)
         for stages in directions
@@ -203,7 +215,7 @@ def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece]) -> Wor
     calls = [calls_of(stages, backward) for backward, stages in enumerate(directions)]
     work = Work(*calls, plan.spec.local_len, *map(traffic_of, comms))
     forward_late, backward_late = map(late_rows, directions)
-    work = work._replace(late_rows=forward_late, backward_late_rows=backward_late)
+    work = work._replace(late_rows=forward_late, backward_late_rows=backward_late, alike=alike)
     if plan.travel is None:
         return work
     table = plan.travel.calc
