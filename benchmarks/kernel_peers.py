@@ -4,8 +4,10 @@ A peer is a function ``(case) -> Passes``; it raises what the library raises whe
 whose package is not installed are left out by `available`.
 """
 
+import collections
 import functools
 import importlib.util
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,43 +27,105 @@ class Case(NamedTuple):
         kind: full, causal, window, varlen_full, varlen_causal or varlen_block_causal.
         lengths: tokens of each document, one document where there are none; ``[D]``.
         operands: ``q [T, N, H]``, ``k [T, K, H]``, ``v [T, K, H]``, ``dout [T, N, H]``, bfloat16.
+        repeats: how often a program of JAX repeats its pass.
     """
 
     kind: str
     lengths: np.ndarray
     operands: tuple[jax.Array, ...]
+    repeats: int = 1
 
 
 class Passes(NamedTuple):
-    """Calls that issue one pass each, and how to wait for what they return."""
+    """Calls that issue one pass each, and how to wait for what they return.
+
+    Attributes:
+        repeats: how often one call issues its pass.
+        compile: makes what a pass needs; may run in a thread of its own.
+    """
 
     forward: Callable[[], Any]
     backward: Callable[[], Any]
     both: Callable[[], Any]
     wait: Callable[[Any], Any]
+    repeats: int = 1
+    compile: Callable[[str], Any] = lambda _: None
 
 
-def jax_passes(call: Callable, operands: tuple[jax.Array, ...], *rest: Any) -> Passes:
+def jax_passes(call: Callable, case: Case, *rest: Any) -> Passes:
     """Passes of ``call(q, k, v, *rest)``; the backward pass starts from saved residuals."""
-    q, k, v, dout = operands
-    forward, start, finish = _programs(call)
-    _, pull = start(q, k, v, *rest)
+    q, k, v, dout = case.operands
+    programs = _programs(call)
+    inputs = _copies(q, case.repeats), _copies(dout, case.repeats), k, v, *rest
+    kept = []
+
+    def backward():
+        start, finish = programs.of("backward", inputs)
+        if not kept:
+            kept.append(start(q, k, v, *rest)[1])
+        return finish(kept[0], inputs[1])
+
     return Passes(
-        lambda: forward(q, k, v, *rest),
-        lambda: finish(pull, dout),
-        lambda: finish(start(q, k, v, *rest)[1], dout),
+        lambda: programs.of("forward", inputs)[0](inputs[0], k, v, *rest),
+        backward,
+        lambda: programs.of("both", inputs)[0](*inputs),
         jax.block_until_ready,
+        case.repeats,
+        lambda which: programs.of(which, inputs),
     )
+
+
+def _copies(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+    return (x, *(jnp.array(x, copy=True) for _ in range(count - 1)))
+
+
+class _Programs:
+    """Compiled passes of one function, made when they are asked for, once for all operands of one shape.
+
+    Passes are repeated inside a program, each on a copy of q or dout of its own, since XLA makes equal calls
+    once: so short calls do not wait for the host, as in a training step they would not.
+    """
+
+    def __init__(self, call: Callable):
+        def start(q, k, v, *rest):
+            return jax.vjp(lambda *x: call(*x, *rest), q, k, v)
+
+        def both(queries, douts, *rest):
+            return [start(q, *rest)[1](dout) for q, dout in zip(queries, douts, strict=True)]
+
+        self.forward = jax.jit(lambda queries, *rest: [call(q, *rest) for q in queries])
+        self.start = jax.jit(start)
+        self.finish = jax.jit(lambda pull, douts: [pull(dout) for dout in douts])
+        self.both = jax.jit(both)
+        self.made: dict[tuple, tuple] = {}
+        self.locks: dict[tuple, Any] = collections.defaultdict(threading.Lock)
+
+    def of(self, which: str, inputs: tuple) -> tuple[Callable, ...]:
+        """The program of a pass; two of the backward pass, the first of which gives what the second reads.
+
+        Args:
+            inputs: queries and douts, as many of either; then k, v and what else the function takes.
+        """
+        key = which, *(leaf.shape for leaf in jax.tree.leaves(inputs))
+        with self.locks[key]:
+            if key not in self.made:
+                self.made[key] = self._make(which, *inputs)
+        return self.made[key]
+
+    def _make(self, which: str, queries, douts, *rest) -> tuple[Callable, ...]:
+        if which == "forward":
+            return (self.forward.lower(queries, *rest).compile(),)
+        if which == "both":
+            return (self.both.lower(queries, douts, *rest).compile(),)
+        start = self.start.lower(queries[0], *rest)
+        pull = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), start.out_info[1])
+        return start.compile(), self.finish.lower(pull, douts).compile()
 
 
 @functools.cache
-def _programs(call: Callable) -> tuple[Callable, Callable, Callable]:
-    """Forward, forward with residuals, and backward from them: the same for every use of one ``call``."""
-    return (
-        jax.jit(call),
-        jax.jit(lambda q, k, v, *rest: jax.vjp(lambda *x: call(*x, *rest), q, k, v)),
-        jax.jit(lambda pull, dout: pull(dout)),
-    )
+def _programs(call: Callable) -> _Programs:
+    """The same for every use of one ``call``."""
+    return _Programs(call)
 
 
 def cudnn(case: Case) -> Passes:
@@ -73,7 +137,7 @@ def cudnn(case: Case) -> Passes:
     }
     if case.kind in options:
         call = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-        return jax_passes(functools.partial(call, **options[case.kind]), case.operands)
+        return jax_passes(functools.partial(call, **options[case.kind]), case)
     if case.kind not in ("varlen_full", "varlen_causal"):
         raise NotImplementedError(f"cuDNN has no form of {case.kind}")
     from jax._src.cudnn import fused_attention_stablehlo as fused
@@ -96,7 +160,7 @@ def cudnn(case: Case) -> Passes:
             scale=scale, mask_type=kind,
         )[0]  # fmt: skip
 
-    return jax_passes(packed, case.operands, lengths, offsets)
+    return jax_passes(packed, case, lengths, offsets)
 
 
 def cudnn_gib(documents: int, tokens: int, heads: int) -> float:
@@ -120,7 +184,7 @@ def tokamax(case: Case) -> Passes:
         options_ = options[case.kind]
         return library.dot_product_attention(q[None], k[None], v[None], **options_)[0]
 
-    return jax_passes(call, case.operands)
+    return jax_passes(call, case)
 
 
 def torch_sdpa(case: Case) -> Passes:
