@@ -132,7 +132,7 @@ def late_rows(plan) -> int:
     """Late queries of the rank that has most."""
     if plan.late is None:
         return 0
-    return int((plan.late.rows < plan.spec.local_len).sum(axis=1).max())
+    return int(plan.late.num_rows.max())
 
 
 def single_gpus(mesh: Mesh, mask, num_heads: int, num_kv_heads: int, busy: bool) -> dict:

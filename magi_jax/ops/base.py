@@ -58,8 +58,11 @@ class Implementation(abc.ABC):
             table: the mask, in coordinates of q and k.
             scale: factor of the logits.
             logits_soft_cap: cap of the logits, 0 for none.
-            accumulate: ``(out, lse)`` over other keys, float32, to merge the result into.
-            out_dtype: float32 or the dtype of q, which is the default; with ``accumulate`` float32.
+            accumulate: ``(out, lse)`` of other calls to add to. Tiles of queries that see no key here stay
+                as they are. In float32 results are merged; ``out`` may have the dtype of q where rows of
+                all other tiles have seen no key before, so that there is nothing to merge.
+            out_dtype: float32 or the dtype of q, which is the default; with ``accumulate`` that of its
+                ``out``.
             with_row_max: whether to return the largest logits too.
 
         Returns:
@@ -86,6 +89,7 @@ class Implementation(abc.ABC):
         scale: float,
         logits_soft_cap: float,
         dkv_dtype: Any = None,
+        accumulate: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Gradients for the keys that the table shows.
 
@@ -100,6 +104,7 @@ class Implementation(abc.ABC):
             scale: as in `forward`.
             logits_soft_cap: as in `forward`.
             dkv_dtype: float32 or the dtype of k, which is the default.
+            accumulate: ``dq [T, N, H]`` float32 for other keys, to add to.
 
         Returns:
             ``dq [T, N, H]`` float32, ``dk [S, K, H]`` and ``dv [S, K, Hv]``.
@@ -177,25 +182,38 @@ def check_forward(
     check_options(**options)
     if accumulate is None:
         return result_dtype(out_dtype, q, "out_dtype")
-    check_accumulate(accumulate, q, v, out_dtype)
-    return jnp.dtype(jnp.float32)
+    return check_accumulate(accumulate, q, v, out_dtype)
 
 
 def check_accumulate(
     accumulate: tuple[jax.Array, jax.Array], q: jax.Array, v: jax.Array, out_dtype: Any
-) -> None:
-    """Refuses partial results of another shape or dtype than those of this call."""
+) -> jnp.dtype:
+    """Refuses results of another shape or dtype than those of this call; returns the dtype of ``out``."""
     out, lse = accumulate
     expected = (*q.shape[:2], v.shape[2])
     if out.shape != expected or lse.shape != q.shape[:2]:
         raise ValueError(
             f"accumulate must be (out {expected}, lse {q.shape[:2]}); got {out.shape} and {lse.shape}"
         )
-    if out.dtype != jnp.float32 or lse.dtype != jnp.float32:
-        raise ValueError(f"accumulate must be float32; got {out.dtype} and {lse.dtype}")
-    if out_dtype is not None and jnp.dtype(out_dtype) != jnp.float32:
+    if out.dtype not in (q.dtype, jnp.float32) or lse.dtype != jnp.float32:
         raise ValueError(
-            f"a result that is merged into another is float32; got out_dtype={out_dtype}"
+            f"accumulate must be float32, out may have the dtype of q, {q.dtype}; got {out.dtype} and"
+            f" {lse.dtype}"
+        )
+    if out_dtype is not None and jnp.dtype(out_dtype) != out.dtype:
+        raise ValueError(
+            f"what is added to accumulate has its dtype, {out.dtype}; got out_dtype={out_dtype}"
+        )
+    return out.dtype
+
+
+def check_accumulated_dq(accumulate: jax.Array | None, q: jax.Array) -> None:
+    """Refuses a gradient of another shape or dtype than that of this call."""
+    if accumulate is None:
+        return
+    if accumulate.shape != q.shape or accumulate.dtype != jnp.float32:
+        raise ValueError(
+            f"accumulate must be dq {q.shape} float32; got {accumulate.shape} {accumulate.dtype}"
         )
 
 

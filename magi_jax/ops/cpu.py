@@ -62,10 +62,13 @@ class CpuImplementation(base.Implementation):
         scale: float,
         logits_soft_cap: float,
         dkv_dtype: Any = None,
+        accumulate: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `Implementation.backward`."""
         base.check_operands(q, k, v, table)
         base.check_options(scale, logits_soft_cap)
+        base.check_accumulated_dq(accumulate, q)
         options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
         dtype = base.result_dtype(dkv_dtype, k, "dkv_dtype")
-        return ffa_calls.backward(_KERNEL, (dout, q, k, v, lse, delta), table, dtype, **options)
+        tensors = (dout, q, k, v, lse, delta)
+        return ffa_calls.backward(_KERNEL, tensors, table, dtype, accumulate, **options)

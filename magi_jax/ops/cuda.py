@@ -83,14 +83,17 @@ class CudaImplementation(base.Implementation):
         scale: float,
         logits_soft_cap: float,
         dkv_dtype: Any = None,
+        accumulate: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `Implementation.backward`."""
         base.check_operands(q, k, v, table)
         base.check_options(scale, logits_soft_cap)
+        base.check_accumulated_dq(accumulate, q)
         options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
         dtype = base.result_dtype(dkv_dtype, k, "dkv_dtype")
         kernel, _ = self._choose("backward", q, k, v, table, dtype, logits_soft_cap)
-        return ffa_calls.backward(kernel, (dout, q, k, v, lse, delta), table, dtype, **options)
+        tensors = (dout, q, k, v, lse, delta)
+        return ffa_calls.backward(kernel, tensors, table, dtype, accumulate, **options)
 
     def describe(
         self, q: Any, k: Any, v: Any, table: SliceTable, logits_soft_cap: float = 0.0

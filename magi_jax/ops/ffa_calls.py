@@ -13,6 +13,7 @@ from magi_jax.plan import SliceTable
 FORWARD = "magi_jax_ffa_forward"
 FORWARD_ACCUMULATE = "magi_jax_ffa_forward_accumulate"
 BACKWARD = "magi_jax_ffa_backward"
+BACKWARD_ACCUMULATE = "magi_jax_ffa_backward_accumulate"
 
 
 class Kernel(NamedTuple):
@@ -39,7 +40,7 @@ def forward(
     """Calls a forward target with ``q, k, v`` that are checked; see `Implementation.forward`."""
     q, k, v = tensors
     operands = mesh.unify_varying(q, k, v, table.slices, *table.by_query, *(accumulate or ()))
-    # Partial results are merged in place.
+    # What there is already is added to in place.
     first = len(operands) - 2
     aliases = None if accumulate is None else {first: 0, first + 1: 1}
     rows, num_heads = q.shape[:2]
@@ -59,13 +60,17 @@ def backward(
     tensors: tuple[jax.Array, ...],
     table: SliceTable,
     dkv_dtype: Any,
+    accumulate: jax.Array | None,
     **options: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Calls a backward target with ``dout, q, k, v, lse, delta``; see `Implementation.backward`."""
     _, q, k, v, _, _ = tensors
-    operands = mesh.unify_varying(*tensors, table.slices, *table.by_query, *table.by_key)
+    added_to = () if accumulate is None else (accumulate,)
+    operands = mesh.unify_varying(*tensors, table.slices, *table.by_query, *table.by_key, *added_to)
     results = ((q.shape, jnp.float32), (k.shape, dkv_dtype), (v.shape, dkv_dtype))
-    dq, dk, dv, *_ = _call(BACKWARD, kernel, operands, results, None, table, options)
+    target = BACKWARD if accumulate is None else BACKWARD_ACCUMULATE
+    aliases = None if accumulate is None else {len(operands) - 1: 0}
+    dq, dk, dv, *_ = _call(target, kernel, operands, results, aliases, table, options)
     return dq, dk, dv
 
 

@@ -67,7 +67,8 @@ class ReferenceImplementation(base.Implementation):
         out = _seen_product("nts,snh->tnh", weights, x.v, x.visible)
         results = (out.astype(dtype), lse)
         if accumulate is not None:
-            results = merge(*accumulate, out, lse)
+            out, lse = merge(*accumulate, out, lse)
+            results = (out.astype(dtype), lse)
         if not with_row_max:
             return results
         return *results, jnp.max(masked, axis=-1, initial=-jnp.inf).T
@@ -85,10 +86,12 @@ class ReferenceImplementation(base.Implementation):
         scale: float,
         logits_soft_cap: float,
         dkv_dtype: Any = None,
+        accumulate: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `Implementation.backward`."""
         base.check_operands(q, k, v, table)
         base.check_options(scale, logits_soft_cap)
+        base.check_accumulated_dq(accumulate, q)
         _check_size(q, k)
         dtype = base.result_dtype(dkv_dtype, k, "dkv_dtype")
         x = _logits(q, k, v, table, scale, logits_soft_cap)
@@ -104,7 +107,7 @@ class ReferenceImplementation(base.Implementation):
         dk = _seen_product("nts,tnh->snh", dlogits, x.q, x.visible)
         dv = _seen_product("nts,tnh->snh", weights, dout, x.visible)
         dk, dv = (_sum_groups(d, k.shape[1]).astype(dtype) for d in (dk, dv))
-        return dq, dk, dv
+        return dq if accumulate is None else accumulate + dq, dk, dv
 
 
 def _check_size(q, k) -> None:

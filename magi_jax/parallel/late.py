@@ -1,5 +1,6 @@
-"""Late queries: rows that need keys of other ranks, gathered and computed at once when all their keys are
-there. No other row waits, and no row is merged from partial results.
+"""Late queries: those that need keys of other ranks, computed at once when all their keys are there. No other
+query waits, and none is merged from partial results. The call gets the rows of all queries and touches the
+tiles of late ones alone.
 
 Everything here runs where all mesh axes are manual, on the arrays of one rank, and has no derivative, as in
 `stages`.
@@ -49,7 +50,7 @@ class Late:
     def attend(
         self, attend: Callable, q: jax.Array, keys_values: KeysValues, results: tuple
     ) -> tuple[tuple[jax.Array, jax.Array], list[jax.Array]]:
-        """Attention of late queries, put where it belongs.
+        """Attention of late queries.
 
         Args:
             attend: `Implementation.forward` with its options.
@@ -58,27 +59,31 @@ class Late:
             results: ``out [T, N, Hv]`` and ``lse [T, N]`` of all other queries.
 
         Returns:
-            ``out`` and ``lse`` of all, then what ``attend`` gives of late queries beside these.
+            ``out`` and ``lse`` of all, then what ``attend`` gives beside these.
         """
-        (q,) = self._rows_of(q)
-        out, lse, *more = attend(q, *keys_values, self.tables.calc, out_dtype=results[0].dtype)
-        return (self._put(results[0], out), self._put(results[1], lse)), more
+        out, lse, *more = attend(q, *keys_values, self.tables.calc, accumulate=results)
+        return (out, lse), more
 
     def differentiate(
-        self, gradients: Callable, rows: tuple[jax.Array, ...], pending: InFlight | None
+        self,
+        gradients: Callable,
+        rows: tuple[jax.Array, ...],
+        pending: InFlight | None,
+        dq: jax.Array | None,
     ) -> tuple[jax.Array, InFlight]:
         """Gradients of the same.
 
         Args:
-            gradients: ``(rows, keys_values, table) -> (dq, dk, dv)``.
+            gradients: ``(rows, keys_values, table, dq=...) -> (dq, dk, dv)``.
             rows: what ``gradients`` takes as rows, of all queries of the rank.
             pending: what `fetch` gave.
+            dq: what there is of dQ, None for nothing.
 
         Returns:
-            dq of late queries for `add_gradient`, and dK and dV on the way to their owners.
+            dQ with what late queries add, and dK and dV on the way to their owners.
         """
-        keys_values, rows = self.take(pending, rows)
-        dq, *dkv = gradients(self._rows_of(*rows), keys_values, self.tables.calc)
+        keys_values, (rows, dq) = self.take(pending, (rows, dq))
+        dq, *dkv = gradients(rows, keys_values, self.tables.calc, dq=dq)
         shared = self.tables.shared
         comm = self.tables.comm if shared is None else shared.comm
         return dq, self.link.start_reduce(dkv, comm)
@@ -87,10 +92,6 @@ class Late:
     def is_all_of_its_keys(self) -> bool:
         """Whether keys whose gradients return have none from elsewhere."""
         return self.tables.shared is not None
-
-    def add_gradient(self, dq: jax.Array, late_dq: jax.Array) -> jax.Array:
-        """Gradient of q ``[T, N, H]``, float32, with what late queries add."""
-        return dq.at[self.tables.rows].add(late_dq, mode="drop", unique_indices=True)
 
     def add_returned(self, dkv: list[jax.Array], returning: InFlight) -> list[jax.Array]:
         """Gradients of own keys and values with those that return."""
@@ -102,13 +103,3 @@ class Late:
             x.at[shared.rows].add(y.astype(x.dtype), mode="drop", unique_indices=True)
             for x, y in zip(dkv, returned, strict=True)
         ]
-
-    def _rows_of(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """Late rows of each array; zeros past the last of them."""
-        return tuple(
-            x.at[self.tables.rows].get(mode="fill", fill_value=0, unique_indices=True)
-            for x in arrays
-        )
-
-    def _put(self, whole: jax.Array, rows: jax.Array) -> jax.Array:
-        return whole.at[self.tables.rows].set(rows, mode="drop", unique_indices=True)

@@ -64,7 +64,7 @@ class Stages:
         late = self._late(plan.late)
         of_late_keys = late.fetch((k, v)) if late else None
         travel, returned = self._travel(plan), None
-        others: list[jax.Array] = []  # largest logits of visitors and of late queries
+        of_visitors: list[jax.Array] = []  # their largest logits
         visitors = travel.send((q,)) if travel else ()
         table = behind(remote.behind_start(plan.calc[0]), of_late_keys)
         # Nothing is merged into what is the only result.
@@ -74,7 +74,7 @@ class Stages:
         if travel:
             visitors, (out, lse) = barrier(visitors, (out, lse))
             attend_visitors = functools.partial(attend, **options)
-            returned, others = travel.attend(attend_visitors, visitors, (k, v))
+            returned, of_visitors = travel.attend(attend_visitors, visitors, (k, v))
         kept = []
         for stage, table in enumerate(plan.calc[1:]):
             keys_values, merged = remote.take(stage, (out, lse))
@@ -87,11 +87,11 @@ class Stages:
             kept.append(keys_values)
             attend_late = functools.partial(attend, **options)
             (out, lse), more = late.attend(attend_late, q, keys_values, merged)
-            others = [*others, *more]
+            row_max = list(map(jnp.maximum, row_max, more))
         out, lse = merge_returned((out, lse), returned)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
-        max_logits = max_of_rows(jnp.concatenate([*row_max, *others])) if row_max else None
+        max_logits = max_of_rows(jnp.concatenate([*row_max, *of_visitors])) if row_max else None
         return out.astype(q.dtype), lse, tuple(kept) if self.keep_remote_kv else (), max_logits
 
     def backward(
@@ -111,9 +111,9 @@ class Stages:
         """
         (dout, dlse), (out, lse, kept), (q, k, v, sinks) = cotangents, results, operands
 
-        def gradients(rows, keys_values, table, dkv_dtype=jnp.float32):
+        def gradients(rows, keys_values, table, dkv_dtype=jnp.float32, dq=None):
             (dout, q, lse, delta), (k, v) = rows, keys_values
-            options = self._kernel_options() | {"dkv_dtype": dkv_dtype}
+            options = self._kernel_options() | {"dkv_dtype": dkv_dtype, "accumulate": dq}
             return self.implementation.backward(dout, q, k, v, lse, delta, table, **options)
 
         # What was kept came in the stages of the forward pass.
@@ -129,28 +129,28 @@ class Stages:
         travel, returned_dq = self._travel(plan), None
         visitors = travel.send(rows) if travel else ()
         # Own keys come last: their gradients stay, and hide the way back of the last stage's.
-        remote_dq, returns = self._remote_gradients(gradients, rows, remote, stages)
+        # Each call adds to the dQ of those before it.
+        dq, returns = self._remote_gradients(gradients, rows, remote, stages)
         of_late = None
         if late:
-            late_dq, of_late = late.differentiate(gradients, rows, of_late_keys)
+            dq, of_late = late.differentiate(gradients, rows, of_late_keys, dq)
         table = behind(returns.behind_start(stages.calc[0]), of_late)
         # Nothing is added to what is all of a key's gradient.
         is_final = late is None or late.is_all_of_its_keys
         is_final &= not stages.comm and travel is None and not self.shared_key_axes
         dkv_dtype = k.dtype if is_final else jnp.float32
-        dq, *own_dkv = gradients(rows, (k, v), table, dkv_dtype)
+        dq, *own_dkv = gradients(rows, (k, v), table, dkv_dtype, dq)
         if travel:
             visitors, (dq, *own_dkv) = barrier(visitors, (dq, *own_dkv))
             returned_dq, visitors_dkv = travel.differentiate(gradients, visitors, (k, v))
             own_dkv = list(map(jnp.add, own_dkv, visitors_dkv))
         dq = returns.collect(dq)
-        dq = dq if remote_dq is None else remote_dq + dq
         if returned_dq is not None:
             dq = dq + returned_dq
         dkv = returns.plus(own_dkv)
         if late:
             of_late, dq = barrier(of_late, dq)
-            dq, dkv = late.add_gradient(dq, late_dq), late.add_returned(dkv, of_late)
+            dkv = late.add_returned(dkv, of_late)
         dk, dv = self._sum_shared(dkv)
         dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
@@ -161,8 +161,7 @@ class Stages:
         for stage, table in enumerate(stages.calc[1:]):
             keys_values, (delta, dq) = remote.take(stage, (delta, dq))
             table = returns.behind_start(remote.behind_start(table))
-            stage_dq, *stage_dkv = gradients((*others, delta), keys_values, table)
-            dq = stage_dq if dq is None else dq + stage_dq
+            dq, *stage_dkv = gradients((*others, delta), keys_values, table, dq=dq)
             dq = returns.collect(dq)
             returns.give(stage_dkv, stages.comm[stage])
         returns.hasten()

@@ -138,9 +138,7 @@ def _works(plan, model: CostModel, per_node: int) -> list[timeline.DirectionWork
             away = _stage_slices(plan.travel.calc)
             two_level = _in_two_steps([plan.travel.comm])
             travel = timeline.travel_work(away, (near, far), model, bool(backward), two_level)
-        merged_rows = (
-            plan.spec.local_len if stages.comm else _most_late(stages, plan.spec.local_len)
-        )
+        merged_rows = plan.spec.local_len if stages.comm else _most_late(stages)
         sizes, transfers = (merged_rows, model, bool(backward)), _transfers(stages)
         two_level = _in_two_steps(transfers)
         works.append(timeline.direction_work(shapes, links(transfers), *sizes, travel, two_level))
@@ -157,11 +155,11 @@ def _transfers(stages: StageTables) -> list[AnyComm]:
     return [*stages.comm, *([] if stages.late is None else [stages.late.comm])]
 
 
-def _most_late(stages: StageTables, local_len: int) -> int:
+def _most_late(stages: StageTables) -> int:
     """Late rows of the rank that has most."""
     if stages.late is None:
         return 0
-    return int((np.asarray(stages.late.rows) < local_len).sum(axis=1).max())
+    return int(stages.late.num_rows.max())
 
 
 def _stage_slices(table: SliceTable) -> StageSlices:

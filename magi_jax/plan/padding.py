@@ -65,23 +65,21 @@ def _pad_stages(stages: StageTables, wanted: StagesSpec, local_len: int) -> Stag
     late = None
     if wanted.late is not None:
         if stages.late is None:
-            late = empty_late(wanted.late, local_len)
+            late = empty_late(wanted.late)
         else:
-            late = _pad_late(stages.late, wanted.late, local_len)
+            late = _pad_late(stages.late, wanted.late)
     return StageTables(tuple(calc), tuple(comm), late)
 
 
-def _pad_late(late: LateTables, wanted: LateSpec, local_len: int) -> LateTables:
-    rows = no_rows(len(late.rows), wanted.calc.q_len, local_len)
-    rows[:, : late.rows.shape[1]] = late.rows
+def _pad_late(late: LateTables, wanted: LateSpec) -> LateTables:
     comm, calc = _pad_comm(late.comm, wanted.comm), _pad_table(late.calc, wanted.calc)
     assert (late.shared is None) == (wanted.shared_rows is None), "one direction is another's"
     if late.shared is None or wanted.shared_rows is None:
-        return LateTables(rows, comm, calc)
-    keys = no_rows(len(rows), wanted.shared_rows, wanted.comm.src_rows)
+        return LateTables(comm, calc)
+    keys = no_rows(len(late.shared.rows), wanted.shared_rows, wanted.comm.src_rows)
     keys[:, : late.shared.rows.shape[1]] = late.shared.rows
     shared = SharedTables(keys, _pad_comm(late.shared.comm, wanted.shared_comm))
-    return LateTables(rows, comm, calc, shared)
+    return LateTables(comm, calc, shared)
 
 
 def _pad_transfer(comm: AnyComm, wanted: AnyCommSpec) -> AnyComm:

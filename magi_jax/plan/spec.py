@@ -239,8 +239,7 @@ class PlanSpec(Sizes):
                 self_rows=max(self_rows, late.comm.self_rows),
             )
             calc = rounded(late.calc, None, factor)
-            q_len = bucket(math.ceil(late.calc.q_len * factor), MIN_BUFFER_ROWS)
-            calc = dataclasses.replace(calc, q_len=q_len, k_len=comm.dst_rows)
+            calc = dataclasses.replace(calc, q_len=self.local_len, k_len=comm.dst_rows)
             rows = late.shared_rows
             if rows is not None:
                 rows = min(bucket(math.ceil(rows * factor), MIN_BUFFER_ROWS), comm.src_rows)

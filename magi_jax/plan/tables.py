@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from magi_jax.plan.comm_spec import CommSpec, StepSpec, TwoLevelSpec
 from magi_jax.solver.slice_table import TileRuns
@@ -161,21 +162,26 @@ class SharedTables:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class LateTables:
-    """Query rows that are computed last and at once, with all their keys in one buffer.
+    """Query tiles that are computed last and at once, with all their keys in one buffer.
 
     Attributes:
-        rows: ``[cp, D]`` local rows of the late queries, in the order of their buffer; padding is
-            ``local_len + i`` at entry ``i``, no row.
         comm: fills the buffer of their keys, those of the rank itself included.
-        calc: late queries against that buffer.
+        calc: all queries of the rank against that buffer; tiles without runs are not late.
         shared: of the backward pass, keys of which stage 0 gives no gradient; None in the forward pass,
             where it would.
     """
 
-    rows: Array
     comm: CommMeta
     calc: SliceTable
     shared: SharedTables | None = None
+
+    @property
+    def num_rows(self) -> np.ndarray:
+        """Rows of the late tiles of each rank, int64 ``[cp]``, of a plan that has values."""
+        calc = self.calc
+        is_late = np.diff(np.asarray(calc.by_query.ptr), axis=-1) > 0
+        begin = np.arange(is_late.shape[-1]) * calc.tile_size
+        return is_late @ np.clip(calc.q_len - begin, 0, calc.tile_size)
 
 
 @jax.tree_util.register_dataclass

@@ -115,6 +115,47 @@ def test_accumulates_in_place(path):
 
 
 @paths
+def test_accumulates_tiles_and_gradients(path):
+    """Tiles of queries in turns, in the dtype of q, and dQ of their keys; empty tiles are not written."""
+    seen = masks.global_rows(1000, 1000, rows=(0, 896))
+    mask = masks.local(1000, window=(200, 0)) & seen
+    parts = [mask & masks.global_rows(1000, 1000, rows=rows) for rows in ((0, 512), (512, 896))]
+    case = Case(mask, num_heads=16, num_kv_heads=2)
+    q, k, v, dout, dlse = case.operands()
+    results = (jnp.zeros(dout.shape, q.dtype), jnp.full(dlse.shape, -jnp.inf))
+    results = tuple(x.at[896:].set(7.0) for x in results)
+
+    @jax.jit
+    def staged(results, tables, whole):
+        dq, found = None, []
+        lse = path.forward(q, k, v, whole, **case.options)[1]
+        for table in tables:
+            results = path.forward(q, k, v, table, accumulate=results, **case.options)
+            rows = (dout, q, k, v, lse, dlse)
+            dq, *dkv = path.backward(*rows, table, accumulate=dq, **case.options)
+            found.append(dkv)
+        return results, dq, found
+
+    @jax.jit
+    def at_once(table):
+        out, lse = path.forward(q, k, v, table, **case.options)
+        return out, lse, path.backward(dout, q, k, v, lse, dlse, table, **case.options)
+
+    (out, lse), dq, found = staged(
+        results, [slice_table(part) for part in parts], slice_table(mask)
+    )
+    np.testing.assert_array_equal(out[896:], 7.0)
+    np.testing.assert_array_equal(lse[896:], 7.0)
+    want_out, want_lse, gradients = at_once(slice_table(mask))
+    np.testing.assert_array_equal(out[:896], want_out[:896])
+    np.testing.assert_array_equal(lse[:896], want_lse[:896])
+    sums = (dq, *map(sum, zip(*found, strict=True)))
+    for name, got, want in zip("qkv", sums, gradients, strict=True):
+        got, want = (np.asarray(x, np.float32) for x in (got, want))
+        assert np.linalg.norm(got - want) < 6e-3 * np.linalg.norm(want), name
+
+
+@paths
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_hidden_rows_do_not_leak(path, bad):
     """Rows of one document hold NaN or inf; the others share tiles with it and must not notice."""

@@ -186,6 +186,66 @@ def test_accumulate_merges(implementation, rng):
         problem.assert_close(lse, right_lse, 3e-6, "lse")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_accumulate_keeps_other_tiles(implementation, dtype, rng):
+    """Tiles of queries in turns, in the dtype of q; those that see nothing in a call are not written."""
+    q, k, v, *_ = problem.tensors(rng, PLAIN, dtype)
+    T, S, tile = problem.SIZE, problem.K_SIZE, 64
+    mask = problem.all_masks()["varlen_causal"] & masks.global_rows(T, S, rows=(0, 2 * tile))
+    parts = [mask & masks.global_rows(T, S, rows=rows) for rows in ((0, tile), (tile, T))]
+    kernel = get_implementation(implementation)
+
+    @jax.jit
+    def attend(q, k, v, tables, results):
+        for table in tables:
+            options = {"scale": 0.3, "logits_soft_cap": 0.0}
+            results = kernel.forward(q, k, v, table, accumulate=results, **options)
+        return results
+
+    empty = np.zeros((T, PLAIN.q, PLAIN.v_dim)), np.full((T, PLAIN.q), -np.inf)
+    for value, rows in zip(empty, (7.0, 5.0), strict=True):
+        value[2 * tile :] = rows
+    tables = [slice_table(part, tile_size=tile) for part in parts]
+    given = (jnp.asarray(empty[0], q.dtype), jnp.asarray(empty[1], jnp.float32))
+    out, lse = attend(q, k, v, tables, given)
+    assert out.dtype == q.dtype
+    wide = (np.asarray(x, np.float64) for x in (q, k, v))
+    want_out, want_lse = problem.oracle.attention(*wide, mask.dense(), scale=0.3)
+    want_out[2 * tile :], want_lse[2 * tile :] = 7.0, 5.0
+    problem.assert_close(out, want_out, 3e-6 if dtype == "float32" else 6e-3, "out")
+    problem.assert_close(lse, want_lse, 3e-6, "lse")
+
+
+def test_gradients_accumulate(implementation, rng):
+    """dQ of two halves of the keys, one call after the other."""
+    q, k, v, dout, dlse = problem.tensors(rng, LAYOUTS[0])
+    mask, cut = problem.all_masks()["rows_without_keys"], 40
+    size = problem.SIZE, problem.K_SIZE
+    parts = [mask & masks.global_columns(*size, columns=c) for c in ((0, cut), (cut, size[1]))]
+    kernel, options = get_implementation(implementation), {"scale": 0.3, "logits_soft_cap": 0.0}
+
+    @jax.jit
+    def gradients(q, k, v, dout, dlse, whole, tables):
+        out, lse = kernel.forward(q, k, v, whole, **options)
+        delta = jnp.sum(dout * out, axis=-1) - dlse
+        dq, found = None, []
+        for table in tables:
+            rows = (dout, q, k, v, lse, delta)
+            dq, *dkv = kernel.backward(*rows, table, accumulate=dq, **options)
+            found.append(dkv)
+        return dq, found
+
+    tables = [problem.table_of(part) for part in parts]
+    dq, found = gradients(q, k, v, dout, dlse, problem.table_of(mask), tables)
+    arrays = [np.asarray(x, np.float64) for x in (q, k, v)]
+    _, lse = problem.oracle.attention(*arrays, mask.dense(), scale=0.3)
+    dlse = np.where(np.isneginf(lse), 0.0, dlse)
+    want = problem.oracle.attention_grads(*arrays, mask.dense(), dout, dlse, scale=0.3)
+    problem.assert_close(dq, want.dq, 1e-5, "dq")
+    for name, parts in zip(("dk", "dv"), zip(*found, strict=True), strict=True):
+        problem.assert_close(sum(parts), getattr(want, name), 1e-5, name)
+
+
 def test_repeats_give_equal_bits(implementation, rng):
     inputs = problem.tensors(rng, LAYOUTS[0])
     table = problem.table_of(problem.all_masks()["block_causal_global"])

@@ -123,14 +123,18 @@ def test_backward_dtypes():
     with pytest.raises(ValueError, match="out_dtype must be float32 or the dtype of the operand"):
         kernel.forward(x, x, x, table, out_dtype=jnp.float16, **options)
     partial = (zeros(8, 2, 4), zeros(8, 2))
-    with pytest.raises(ValueError, match="merged into another is float32"):
+    with pytest.raises(ValueError, match="added to accumulate has its dtype, float32; got"):
         kernel.forward(x, x, x, table, accumulate=partial, out_dtype=x.dtype, **options)
-    with pytest.raises(ValueError, match="accumulate must be float32; got bfloat16"):
-        kernel.forward(x, x, x, table, accumulate=(x, zeros(8, 2)), **options)
+    with pytest.raises(ValueError, match="the dtype of q, bfloat16; got float16 and float32"):
+        kernel.forward(x, x, x, table, accumulate=(x.astype("float16"), zeros(8, 2)), **options)
     with pytest.raises(ValueError, match=r"accumulate must be \(out \(8, 2, 4\)"):
         kernel.forward(x, x, x, table, accumulate=(zeros(8, 2, 5), zeros(8, 2)), **options)
     grads = kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, **options)
     assert [g.dtype.name for g in grads] == ["float32", "bfloat16", "bfloat16"]
+    with pytest.raises(
+        ValueError, match=r"accumulate must be dq \(8, 2, 4\) float32; got .* bfloat16"
+    ):
+        kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, accumulate=x, **options)
     wide = kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, dkv_dtype=jnp.float32, **options)
     assert [g.dtype.name for g in wide] == ["float32"] * 3
 

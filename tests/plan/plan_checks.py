@@ -94,21 +94,23 @@ def check_late(plan: AttentionPlan, stages: StageTables, expected: np.ndarray) -
         return np.zeros(0, np.int64)
     positions = np.asarray(plan.positions)
     received = simulate.cast(stages.late.comm, positions)
-    queries = simulate.late_positions(stages.late.rows, positions)
+    calc = stages.late.calc
+    is_late = np.repeat(np.diff(calc.by_query.ptr) > 0, calc.tile_size, axis=1)[:, : calc.q_len]
+    np.testing.assert_array_equal(stages.late.num_rows, is_late.sum(axis=1))
+    queries = [rows[mine & (rows >= 0)] for rows, mine in zip(positions, is_late, strict=True)]
     if stages.late.shared is not None:
         check_shared(stages, positions, received)
-        return queries[queries >= 0]
-    for rank, keys in enumerate(received):
-        late = queries[rank][queries[rank] >= 0]
+        return np.concatenate(queries)
+    for late, keys in zip(queries, received, strict=True):
         size = int((keys >= 0).sum())
         np.testing.assert_array_equal(keys[:size], np.flatnonzero(expected[late].any(axis=0)))
-    return queries[queries >= 0]
+    return np.concatenate(queries)
 
 
 def check_shared(stages: StageTables, positions: np.ndarray, received: np.ndarray) -> None:
     """The gradients of all received keys come together at their owners, and stage 0 has no part of them."""
     shared = stages.late.shared
-    own = simulate.late_positions(shared.rows, positions)
+    own = simulate.listed_positions(shared.rows, positions)
     np.testing.assert_array_equal(simulate.cast(shared.comm, own), received)
     np.testing.assert_array_equal(np.unique(own[own >= 0]), np.unique(received[received >= 0]))
     for rank, rows in enumerate(shared.rows):

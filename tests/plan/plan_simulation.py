@@ -118,12 +118,12 @@ def computed_cells(plan: AttentionPlan, walk: bool = True, backward: bool = Fals
         add_cells(cells, plan.travel.calc, moved, positions, walk)
     if stages.late is not None:
         keys = cast(stages.late.comm, positions)
-        add_cells(cells, stages.late.calc, late_positions(stages.late.rows, positions), keys, walk)
+        add_cells(cells, stages.late.calc, positions, keys, walk)
     return cells
 
 
-def late_positions(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Global positions of late rows ``[cp, D]``, -1 = none; no row is listed twice."""
+def listed_positions(rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Global positions of local rows ``[cp, E]``, -1 = none; no row is listed twice."""
     for listed in rows:
         assert (listed >= 0).all()
         assert len(np.unique(listed)) == len(listed)

@@ -52,7 +52,7 @@ def _compiled(target, results, attributes):
 
 
 def package_calls(monkeypatch, q_len: int = 259, k_len: int = 301) -> dict[str, Call]:
-    """Forward, accumulating forward and backward on the CPU, as the package itself calls them."""
+    """Both directions on the CPU, plain and accumulating, as the package itself calls them."""
     ffi.load()
     recorded: dict[str, Call] = {}
 
@@ -78,6 +78,7 @@ def package_calls(monkeypatch, q_len: int = 259, k_len: int = 301) -> dict[str, 
         cpu.forward(q, k, v, table, **options)
         cpu.forward(q, k, v, table, accumulate=(dout * 0, rows), **options)
         cpu.backward(dout, q, k, v, rows, rows, table, **options)
+        cpu.backward(dout, q, k, v, rows, rows, table, accumulate=q * 0, **options)
     return recorded
 
 

@@ -11,7 +11,8 @@ import pytest
 
 import magi_jax as mj
 
-TARGETS = ("magi_jax_ffa_forward", "magi_jax_ffa_forward_accumulate", "magi_jax_ffa_backward")
+DIRECTIONS = ("magi_jax_ffa_forward", "magi_jax_ffa_backward")
+TARGETS = [name + suffix for name in DIRECTIONS for suffix in ("", "_accumulate")]
 
 
 @pytest.fixture(params=TARGETS)

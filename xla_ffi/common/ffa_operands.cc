@@ -163,10 +163,9 @@ ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
 
 ffi::Error DecodeAccumulate(ffi::AnyBuffer out_in, ffi::AnyBuffer lse_in, ForwardParams* params) {
   const Problem& problem = params->problem;
-  if (params->out_dtype != DType::kF32) {
-    return InvalidArgument("out must be float32 where it is merged into another");
-  }
-  MAGI_JAX_RETURN_IF_ERROR(CheckF32("out_in", out_in));
+  DType dtype;
+  MAGI_JAX_RETURN_IF_ERROR(DecodeDType("out_in", out_in, &dtype));
+  if (dtype != params->out_dtype) return InvalidArgument("out_in must have the dtype of out");
   MAGI_JAX_RETURN_IF_ERROR(CheckF32("lse_in", lse_in));
   MAGI_JAX_RETURN_IF_ERROR(
       CheckShape("out_in", out_in, {problem.q_len, problem.num_heads, problem.v_head_dim}));
@@ -216,6 +215,15 @@ ffi::Error DecodeGradients(ffi::AnyBuffer k, ffi::AnyBuffer dq, ffi::AnyBuffer d
   params->dq = static_cast<float*>(dq.untyped_data());
   params->dk = dk.untyped_data();
   params->dv = dv.untyped_data();
+  return ffi::Error::Success();
+}
+
+ffi::Error DecodeAccumulate(ffi::AnyBuffer dq_in, BackwardParams* params) {
+  const Problem& problem = params->problem;
+  MAGI_JAX_RETURN_IF_ERROR(CheckF32("dq_in", dq_in));
+  MAGI_JAX_RETURN_IF_ERROR(
+      CheckShape("dq_in", dq_in, {problem.q_len, problem.num_heads, problem.head_dim}));
+  params->accumulate = true;
   return ffi::Error::Success();
 }
 

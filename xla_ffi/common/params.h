@@ -60,7 +60,10 @@ struct ForwardParams {
   // none; null: not wanted. Never merged into what was there.
   float* row_max;
   DType out_dtype;
-  bool accumulate;  // merge into the values already in `out` (f32) and `lse`
+  // Tiles without runs leave `out` and `lse` as they are. What others give is merged into float32
+  // `out` and `lse`; in the type of q there is nothing to merge: their rows have seen no key
+  // before.
+  bool accumulate;
 };
 
 struct BackwardParams {
@@ -74,9 +77,10 @@ struct BackwardParams {
   const Slice* slices;  // [A]
   TileRuns by_query;
   TileRuns by_key;
-  float* dq;  // [T, N, H]
-  void* dk;   // [S, K, H], dtype dkv_dtype
-  void* dv;   // [S, K, Hv], dtype dkv_dtype
+  float* dq;        // [T, N, H]
+  bool accumulate;  // dq is added to what is there
+  void* dk;         // [S, K, H], dtype dkv_dtype
+  void* dv;         // [S, K, Hv], dtype dkv_dtype
   DType dkv_dtype;
   bool fixed_order;  // sums are taken in one order: equal inputs give equal bits
   void* scratch;     // as much as the path's ScratchBytes() asked for, or null

@@ -132,7 +132,7 @@ bool RunOneWalk(const BackwardParams& params, ffi::ThreadPool& pool, int64_t scr
   const Problem& problem = params.problem;
   const size_t dq_bytes =
       sizeof(float) * problem.q_len * static_cast<size_t>(problem.num_heads) * problem.head_dim;
-  std::memset(params.dq, 0, dq_bytes);
+  if (!params.accumulate) std::memset(params.dq, 0, dq_bytes);
   return cpu::ParallelFor(pool, problem.num_kv_heads, [&](int64_t kv_head) {
     float* scratch = cpu::ThreadScratch::Get(scratch_floats);
     if (scratch == nullptr) return false;
@@ -163,6 +163,16 @@ bool RunTwoWalks(const BackwardParams& params, ffi::ThreadPool& pool, int64_t sc
   });
 }
 
+ffi::Error RunBackward(const BackwardParams& params, ffi::ThreadPool& pool) {
+  const cpu::Kernels& kernels = cpu::SelectKernels();
+  const int64_t scratch_floats = std::max(kernels.key_walk_scratch(params.problem),
+                                          kernels.query_walk_scratch(params.problem));
+  const bool ok = OneWalkIsFaster(params.problem, pool.num_threads())
+                      ? RunOneWalk(params, pool, scratch_floats)
+                      : RunTwoWalks(params, pool, scratch_floats);
+  return ok ? ffi::Error::Success() : OutOfMemory(scratch_floats);
+}
+
 ffi::Error Backward(ffi::ThreadPool pool, Operand dout, Operand q, Operand k, Operand v,
                     Operand lse, Operand delta, Operand slices, Operand q_ptr, Operand q_runs,
                     Operand q_ids, Operand q_order, Operand k_ptr, Operand k_runs, Operand k_ids,
@@ -170,21 +180,37 @@ ffi::Error Backward(ffi::ThreadPool pool, Operand dout, Operand q, Operand k, Op
                     float logits_soft_cap, int32_t tile_size) {
   return Guarded([&]() -> ffi::Error {
     BackwardParams params = {};
+    const Problem& problem = params.problem;
     MAGI_JAX_RETURN_IF_ERROR(
         DecodeBackward(dout, q, k, v, lse, delta, {scale, logits_soft_cap, tile_size}, &params));
     MAGI_JAX_RETURN_IF_ERROR(
         DecodeTable({slices, {"by_query", q_ptr, q_runs, q_ids, q_order}}, &params));
-    const Problem& problem = params.problem;
     MAGI_JAX_RETURN_IF_ERROR(DecodeWalk({"by_key", k_ptr, k_runs, k_ids, k_order}, problem.k_len,
                                         problem.q_len, problem, &params.by_key));
     MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(k, *dq, *dk, *dv, &params));
-    const cpu::Kernels& kernels = cpu::SelectKernels();
-    const int64_t scratch_floats = std::max(kernels.key_walk_scratch(params.problem),
-                                            kernels.query_walk_scratch(params.problem));
-    const bool ok = OneWalkIsFaster(params.problem, pool.num_threads())
-                        ? RunOneWalk(params, pool, scratch_floats)
-                        : RunTwoWalks(params, pool, scratch_floats);
-    return ok ? ffi::Error::Success() : OutOfMemory(scratch_floats);
+    return RunBackward(params, pool);
+  });
+}
+
+ffi::Error BackwardAccumulate(ffi::ThreadPool pool, Operand dout, Operand q, Operand k, Operand v,
+                              Operand lse, Operand delta, Operand slices, Operand q_ptr,
+                              Operand q_runs, Operand q_ids, Operand q_order, Operand k_ptr,
+                              Operand k_runs, Operand k_ids, Operand k_order, Operand dq_in,
+                              Result dq, Result dk, Result dv, float scale, float logits_soft_cap,
+                              int32_t tile_size) {
+  return Guarded([&]() -> ffi::Error {
+    BackwardParams params = {};
+    const Problem& problem = params.problem;
+    MAGI_JAX_RETURN_IF_ERROR(
+        DecodeBackward(dout, q, k, v, lse, delta, {scale, logits_soft_cap, tile_size}, &params));
+    MAGI_JAX_RETURN_IF_ERROR(
+        DecodeTable({slices, {"by_query", q_ptr, q_runs, q_ids, q_order}}, &params));
+    MAGI_JAX_RETURN_IF_ERROR(DecodeWalk({"by_key", k_ptr, k_runs, k_ids, k_order}, problem.k_len,
+                                        problem.q_len, problem, &params.by_key));
+    MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(k, *dq, *dk, *dv, &params));
+    MAGI_JAX_RETURN_IF_ERROR(DecodeAccumulate(dq_in, &params));
+    Bring(dq_in, *dq);
+    return RunBackward(params, pool);
   });
 }
 
@@ -253,10 +279,37 @@ XLA_FFI_DEFINE_HANDLER(kFfaBackwardCpu, Backward,
                            .Attr<float>("logits_soft_cap")
                            .Attr<int32_t>("tile_size"));
 
+XLA_FFI_DEFINE_HANDLER(kFfaBackwardAccumulateCpu, BackwardAccumulate,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Operand>()  // dout
+                           .Arg<Operand>()  // q
+                           .Arg<Operand>()  // k
+                           .Arg<Operand>()  // v
+                           .Arg<Operand>()  // lse
+                           .Arg<Operand>()  // delta
+                           .Arg<Operand>()  // slices
+                           .Arg<Operand>()  // by_query.ptr
+                           .Arg<Operand>()  // by_query.runs
+                           .Arg<Operand>()  // by_query.ids
+                           .Arg<Operand>()  // by_query.order
+                           .Arg<Operand>()  // by_key.ptr
+                           .Arg<Operand>()  // by_key.runs
+                           .Arg<Operand>()  // by_key.ids
+                           .Arg<Operand>()  // by_key.order
+                           .Arg<Operand>()  // dq_in
+                           .Ret<Operand>()  // dq
+                           .Ret<Operand>()  // dk
+                           .Ret<Operand>()  // dv
+                           .Attr<float>("scale")
+                           .Attr<float>("logits_soft_cap")
+                           .Attr<int32_t>("tile_size"));
+
 std::vector<Registration> CpuRegistrations() {
   return {{"magi_jax_ffa_forward", "cpu", kFfaForwardCpu},
           {"magi_jax_ffa_forward_accumulate", "cpu", kFfaForwardAccumulateCpu},
-          {"magi_jax_ffa_backward", "cpu", kFfaBackwardCpu}};
+          {"magi_jax_ffa_backward", "cpu", kFfaBackwardCpu},
+          {"magi_jax_ffa_backward_accumulate", "cpu", kFfaBackwardAccumulateCpu}};
 }
 
 }  // namespace magi_jax

@@ -172,6 +172,17 @@ ffi::Error ForwardAccumulate(cudaStream_t stream, Operand q, Operand k, Operand 
 }
 
 template <class Path>
+ffi::Error RunBackward(BackwardParams& params, ffi::RemainingRets scratch, cudaStream_t stream) {
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned(params));
+  const std::string reason = Path::Refuse(params);
+  if (!reason.empty()) return InvalidArgument(reason);
+  MAGI_JAX_RETURN_IF_ERROR(TakeScratch(scratch, "dv",
+                                       Path::BackwardScratchBytes(params.problem, params.dkv_dtype),
+                                       &params.scratch));
+  return LaunchError(Path::Run(params, stream));
+}
+
+template <class Path>
 ffi::Error Backward(cudaStream_t stream, Operand dout, Operand q, Operand k, Operand v, Operand lse,
                     Operand delta, Operand slices, Operand q_ptr, Operand q_runs, Operand q_ids,
                     Operand q_order, Operand k_ptr, Operand k_runs, Operand k_ids, Operand k_order,
@@ -187,12 +198,28 @@ ffi::Error Backward(cudaStream_t stream, Operand dout, Operand q, Operand k, Ope
   MAGI_JAX_RETURN_IF_ERROR(DecodeTileRuns({"by_key", k_ptr, k_runs, k_ids, k_order}, problem.k_len,
                                           tile_size, &params.by_key));
   MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(k, *dq, *dk, *dv, &params));
-  MAGI_JAX_RETURN_IF_ERROR(CheckAligned(params));
-  const std::string reason = Path::Refuse(params);
-  if (!reason.empty()) return InvalidArgument(reason);
-  MAGI_JAX_RETURN_IF_ERROR(TakeScratch(
-      scratch, "dv", Path::BackwardScratchBytes(problem, params.dkv_dtype), &params.scratch));
-  return LaunchError(Path::Run(params, stream));
+  return RunBackward<Path>(params, scratch, stream);
+}
+
+template <class Path>
+ffi::Error BackwardAccumulate(cudaStream_t stream, Operand dout, Operand q, Operand k, Operand v,
+                              Operand lse, Operand delta, Operand slices, Operand q_ptr,
+                              Operand q_runs, Operand q_ids, Operand q_order, Operand k_ptr,
+                              Operand k_runs, Operand k_ids, Operand k_order, Operand dq_in,
+                              Result dq, Result dk, Result dv, ffi::RemainingRets scratch,
+                              float scale, float logits_soft_cap, int32_t tile_size) {
+  BackwardParams params = {};
+  params.fixed_order = Path::kOrdered;
+  MAGI_JAX_RETURN_IF_ERROR(
+      DecodeBackward(dout, q, k, v, lse, delta, {scale, logits_soft_cap, tile_size}, &params));
+  MAGI_JAX_RETURN_IF_ERROR(
+      DecodeTable(slices, {"by_query", q_ptr, q_runs, q_ids, q_order}, &params));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeTileRuns({"by_key", k_ptr, k_runs, k_ids, k_order},
+                                          params.problem.k_len, tile_size, &params.by_key));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(k, *dq, *dk, *dv, &params));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeAccumulate(dq_in, &params));
+  MAGI_JAX_RETURN_IF_ERROR(Bring(dq_in, *dq, stream));
+  return RunBackward<Path>(params, scratch, stream);
 }
 
 // Operands that all targets begin with, and what they end with.
@@ -240,20 +267,31 @@ auto BindForwardAccumulate() {
                             .RemainingRets());
 }
 
-auto BindBackward() {
-  return BindAttributes(BindTable(BindTable(ffi::Ffi::Bind()
-                                                .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                                .Arg<Operand>()    // dout
-                                                .Arg<Operand>()    // q
-                                                .Arg<Operand>()    // k
-                                                .Arg<Operand>()    // v
-                                                .Arg<Operand>()    // lse
-                                                .Arg<Operand>()    // delta
-                                                .Arg<Operand>()))  // slices
-                            .Ret<Operand>()                        // dq
-                            .Ret<Operand>()                        // dk
-                            .Ret<Operand>()                        // dv
+auto BindBackwardOperands() {
+  return BindTable(BindTable(ffi::Ffi::Bind()
+                                 .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                 .Arg<Operand>()     // dout
+                                 .Arg<Operand>()     // q
+                                 .Arg<Operand>()     // k
+                                 .Arg<Operand>()     // v
+                                 .Arg<Operand>()     // lse
+                                 .Arg<Operand>()     // delta
+                                 .Arg<Operand>()));  // slices
+}
+
+template <class Binding>
+auto BindGradients(Binding&& binding) {
+  return BindAttributes(std::move(binding)
+                            .template Ret<Operand>()  // dq
+                            .template Ret<Operand>()  // dk
+                            .template Ret<Operand>()  // dv
                             .RemainingRets());
+}
+
+auto BindBackward() { return BindGradients(BindBackwardOperands()); }
+
+auto BindBackwardAccumulate() {
+  return BindGradients(BindBackwardOperands().Arg<Operand>());  // dq_in
 }
 
 constexpr auto kRecordable = {ffi::Traits::kCmdBufferCompatible};
@@ -264,12 +302,18 @@ XLA_FFI_DEFINE_HANDLER(kFfaForwardSm80, Forward<Sm80>, BindForward(), kRecordabl
 XLA_FFI_DEFINE_HANDLER(kFfaForwardAccumulateSm80, ForwardAccumulate<Sm80>, BindForwardAccumulate(),
                        kRecordable);
 XLA_FFI_DEFINE_HANDLER(kFfaBackwardSm80, Backward<Sm80>, BindBackward(), kRecordable);
+XLA_FFI_DEFINE_HANDLER(kFfaBackwardAccumulateSm80, BackwardAccumulate<Sm80>,
+                       BindBackwardAccumulate(), kRecordable);
 #ifdef MAGI_JAX_WITH_SM90
 XLA_FFI_DEFINE_HANDLER(kFfaForwardSm90, Forward<Sm90<false>>, BindForward(), kRecordable);
 XLA_FFI_DEFINE_HANDLER(kFfaForwardAccumulateSm90, ForwardAccumulate<Sm90<false>>,
                        BindForwardAccumulate(), kRecordable);
 XLA_FFI_DEFINE_HANDLER(kFfaBackwardSm90, Backward<Sm90<false>>, BindBackward(), kRecordable);
+XLA_FFI_DEFINE_HANDLER(kFfaBackwardAccumulateSm90, BackwardAccumulate<Sm90<false>>,
+                       BindBackwardAccumulate(), kRecordable);
 XLA_FFI_DEFINE_HANDLER(kFfaBackwardSm90Ordered, Backward<Sm90<true>>, BindBackward(), kRecordable);
+XLA_FFI_DEFINE_HANDLER(kFfaBackwardAccumulateSm90Ordered, BackwardAccumulate<Sm90<true>>,
+                       BindBackwardAccumulate(), kRecordable);
 #endif
 
 std::vector<Registration> CudaRegistrations() {
@@ -277,11 +321,14 @@ std::vector<Registration> CudaRegistrations() {
       {"magi_jax_ffa_forward_sm80", "CUDA", kFfaForwardSm80},
       {"magi_jax_ffa_forward_accumulate_sm80", "CUDA", kFfaForwardAccumulateSm80},
       {"magi_jax_ffa_backward_sm80", "CUDA", kFfaBackwardSm80},
+      {"magi_jax_ffa_backward_accumulate_sm80", "CUDA", kFfaBackwardAccumulateSm80},
 #ifdef MAGI_JAX_WITH_SM90
       {"magi_jax_ffa_forward_sm90", "CUDA", kFfaForwardSm90},
       {"magi_jax_ffa_forward_accumulate_sm90", "CUDA", kFfaForwardAccumulateSm90},
       {"magi_jax_ffa_backward_sm90", "CUDA", kFfaBackwardSm90},
+      {"magi_jax_ffa_backward_accumulate_sm90", "CUDA", kFfaBackwardAccumulateSm90},
       {"magi_jax_ffa_backward_sm90_ordered", "CUDA", kFfaBackwardSm90Ordered},
+      {"magi_jax_ffa_backward_accumulate_sm90_ordered", "CUDA", kFfaBackwardAccumulateSm90Ordered},
 #endif
   };
 }

@@ -1,4 +1,4 @@
-"""Lays late queries out: which rows they are, the cast of their keys, and their slice table."""
+"""Lays late queries out: the cast of their keys, and their slice table."""
 
 import dataclasses
 
@@ -40,11 +40,8 @@ def late_tables(
         f"{path}.comm",
         engine,
     )
-    num_rows = bucket(int(late.rows.held.max(initial=0)), MIN_BUFFER_ROWS)
-    if wanted is not None:
-        num_rows = max(num_rows, wanted.calc.q_len)
     calc = build_table(
-        late.slices.slices, np.asarray(late.slices.rank, np.int64), frame.cp_size, num_rows,
+        late.slices.slices, np.asarray(late.slices.rank, np.int64), frame.cp_size, frame.local_len,
         comm.dst_rows, frame.tile_size, engine, None if wanted is None else wanted.calc, f"{path}.calc",
     )  # fmt: skip
     shared = None
@@ -59,7 +56,7 @@ def late_tables(
                 )
             size = wanted.shared_rows
         shared = _shared_tables(late.shared, comm, size, engine)
-    return LateTables(_row_table(late.rows, num_rows, frame.local_len, engine), comm, calc, shared)
+    return LateTables(comm, calc, shared)
 
 
 def _shared_tables(shared: RankRows, comm: CommMeta, num_rows: int, engine: str) -> SharedTables:
@@ -84,19 +81,18 @@ def _shared_tables(shared: RankRows, comm: CommMeta, num_rows: int, engine: str)
     return SharedTables(_row_table(shared, num_rows, span, engine), CommMeta(send, recv, spec))
 
 
-def empty_late(spec: LateSpec, local_len: int) -> LateTables:
+def empty_late(spec: LateSpec) -> LateTables:
     """Tables of a plan in which no query is late."""
     cp_size = spec.comm.cp_size
-    rows = no_rows(cp_size, spec.calc.q_len, local_len)
     shared = None
     if spec.shared_rows is not None:
         nothing = no_rows(cp_size, spec.shared_rows, spec.comm.src_rows)
         shared = SharedTables(nothing, empty_comm(spec.shared_comm))
-    return LateTables(rows, empty_comm(spec.comm), empty_table(spec.calc, cp_size), shared)
+    return LateTables(empty_comm(spec.comm), empty_table(spec.calc, cp_size), shared)
 
 
 def no_rows(cp_size: int, num_rows: int, local_len: int) -> np.ndarray:
-    """Rows of late buffers that hold none: past the end, and no two of them the same."""
+    """Rows of a buffer of shared keys that hold none: past the end, and no two of them the same."""
     rows = local_len + np.arange(num_rows, dtype=np.int32)
     return np.broadcast_to(rows, (cp_size, num_rows)).copy()
 

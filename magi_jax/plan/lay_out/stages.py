@@ -57,7 +57,7 @@ def lay_out_stages(
     if spec is not None:
         comm += map(empty_transfer, spec.comm[count:])
         calc += (empty_table(sizes, frame.cp_size) for sizes in spec.calc[count + 1 :])
-    late = None if spec is None or spec.late is None else empty_late(spec.late, frame.local_len)
+    late = None if spec is None or spec.late is None else empty_late(spec.late)
     return StageTables(tuple(calc), tuple(comm), late)
 
 

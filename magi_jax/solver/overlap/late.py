@@ -2,8 +2,8 @@
 computed in one call, own keys included.
 
 Where few rows need remote keys this spares what stages cost every row: partial results in float32, merged
-and converted afterwards. Whole tiles of query rows are late; the rank gathers them into a small buffer, and
-the keys that they see, its own too, come into another.
+and converted afterwards. Whole tiles of query rows are late; the keys that they see, those of the rank too,
+come into one buffer.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ MOST_LATE = 0.5
 
 
 class RankRows(NamedTuple):
-    """Local rows of each rank that are gathered into a buffer: intervals ``[n]``, sorted by (rank, begin) and
+    """Local rows of each rank, as if gathered into a buffer: intervals ``[n]``, sorted by (rank, begin) and
     disjoint.
 
     Attributes:
@@ -48,7 +48,7 @@ class LateWork(NamedTuple):
         home: stage 0 alone: all other queries, which see own keys only.
         rows: which queries are late.
         keys: ranges that fill the buffer of their keys, own ones (``src == dst``) included.
-        slices: what late queries see: queries are rows of their buffer, keys rows of theirs.
+        slices: what late queries see: local rows of queries, and of the buffer of their keys.
         shared: own keys whose whole gradient comes back from the buffers of late queries, and from there
             alone; None where it is to be added to what stage 0 gives.
     """
@@ -87,7 +87,7 @@ def find_late(work: Work, rows: RankRows, local_len: int) -> LateWork:
     """
     assert work.travel is None, "the own keys of a travelling query are in stage 0"
     home, late = _split_queries(work.cut, rows, local_len)
-    return _late_work(work, home, late, rows, local_len)
+    return _late_work(work, home, late, rows)
 
 
 def find_late_gradients(work: Work, forward: LateWork, tile_size: int, local_len: int) -> LateWork:
@@ -114,23 +114,17 @@ def find_late_gradients(work: Work, forward: LateWork, tile_size: int, local_len
     )
     both = QueryCut(*map(np.concatenate, zip(late, moved, strict=True)))
     order = np.argsort(both.rank, kind="stable")
-    found = _late_work(work, home, QueryCut(*(part[order] for part in both)), rows, local_len)
+    found = _late_work(work, home, QueryCut(*(part[order] for part in both)), rows)
     sent = found.keys
     end_row = sent.src_row + sent.end - sent.begin
     return found._replace(shared=_rank_rows(sent.src, sent.src_row, end_row, cp_size))
 
 
-def _late_work(
-    work: Work, home: QueryCut, late: QueryCut, rows: RankRows, local_len: int
-) -> LateWork:
+def _late_work(work: Work, home: QueryCut, late: QueryCut, rows: RankRows) -> LateWork:
     """Work whose late slices, those of local ``rows``, are ``late``."""
     owners = work.keys.layout
     assert owners is not None, "nobody waits for keys that are everywhere"
     keys = remote_ranges(late, owners, with_own=True)
-    # Each slice lies in one interval of the rows, which takes it to their buffer.
-    first = late.slices[:, bands.Q_START] + late.q_offset + late.rank * local_len
-    part = np.searchsorted(rows.begin + rows.rank * local_len, first, side="right") - 1
-    late = late._replace(q_offset=late.q_offset + (rows.start - rows.begin)[part])
     # Nobody owns keys here: all that these queries see is received.
     none = np.zeros(0, np.int64)
     nobody = Layout(np.array([owners.seq_len]), none, none, owners.cp_size)

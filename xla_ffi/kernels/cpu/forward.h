@@ -49,12 +49,12 @@ static int64_t ForwardScratchFloats(const Problem& problem) {
   return arena.used();
 }
 
-// Starts from nothing, or from the partial result that the output buffers hold.
+// Starts from nothing, or from what the output buffers hold of other keys.
 static void StartRows(const ForwardParams& params, const Tile& tile, int32_t head,
                       const ForwardScratch& s) {
   const Problem& problem = params.problem;
   if (params.accumulate) {
-    CopyTransposed({params.out, DType::kF32, problem.num_heads, head, problem.v_head_dim},
+    CopyTransposed({params.out, params.out_dtype, problem.num_heads, head, problem.v_head_dim},
                    tile.rows.begin, tile.size(), s.out);
   } else {
     memset(s.out, 0, sizeof(float) * tile.panels * problem.v_head_dim * kPanel);
@@ -144,6 +144,8 @@ static void ForwardBlock(const Problem& problem, const Logits& logits, const Til
 static void ForwardTile(const ForwardParams& params, int32_t tile_index, int32_t head,
                         float* scratch) {
   const Problem& problem = params.problem;
+  const int32_t* const runs = params.by_query.ptr + tile_index;
+  if (params.accumulate && params.row_max == nullptr && runs[0] >= runs[1]) return;
   Arena arena(scratch);
   const ForwardScratch s = ForwardScratch::Carve(problem, arena);
   const Tile tile = TileOf(tile_index, problem.tile_size, problem.q_len);

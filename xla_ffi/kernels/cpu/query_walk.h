@@ -14,7 +14,7 @@ struct QueryWalkScratch {
   float* q;                  // [panels, H, kPanel]
   float* dout;               // [panels, Hv, kPanel]
   float* dq;                 // [panels, H, kPanel]
-  float* factors;            // [panels, kPanel], all `scale`
+  float* factors;            // [panels, kPanel], all 1
   RowStatistics statistics;  // [panels, kPanel] each
   float* k;                  // [kBlockRows, RowStride(H)]
   float* v;                  // [kBlockRows, RowStride(Hv)]
@@ -93,10 +93,11 @@ static void QueryWalkTile(const BackwardParams& params, int32_t tile_index, int3
   CopyTransposed(dout, tile.rows.begin, tile.size(), s.dout);
   LoadStatistics(params, head, tile.rows, s.statistics);
   for (int32_t i = 0; i < tile.panels * kPanel; ++i) {
-    s.factors[i] = problem.scale;
+    s.factors[i] = 1.0f;
     if (i >= tile.size()) s.statistics.lse[i] = kInfinity, s.statistics.delta[i] = 0.0f;
   }
-  memset(s.dq, 0, sizeof(float) * tile.panels * problem.head_dim * kPanel);
+  const int64_t count = int64_t{tile.panels} * problem.head_dim * kPanel;
+  memset(s.dq, 0, sizeof(float) * count);
   ForEachBlock<Lanes::kQueries>(params.slices, params.by_query, tile_index, tile,
                                 [&](const Block& block) {
                                   const int32_t rows = block.walk.end - block.walk.begin;
@@ -104,8 +105,13 @@ static void QueryWalkTile(const BackwardParams& params, int32_t tile_index, int3
                                   CopyRows(v, block.walk.begin, rows, s.v);
                                   QueryWalkBlock(problem, logits, tile, block, k_is_finite, s);
                                 });
-  WriteTransposed(s.dq, s.factors, {nullptr, DType::kF32, heads, head, problem.head_dim},
-                  tile.rows.begin, tile.size(), params.dq);
+  for (int64_t i = 0; i < count; ++i) s.dq[i] *= problem.scale;
+  const HeadRows dq = {params.dq, DType::kF32, heads, head, problem.head_dim};
+  if (params.accumulate) {  // `q` is done with
+    CopyTransposed(dq, tile.rows.begin, tile.size(), s.q);
+    for (int64_t i = 0; i < count; ++i) s.dq[i] += s.q[i];
+  }
+  WriteTransposed(s.dq, s.factors, dq, tile.rows.begin, tile.size(), params.dq);
 }
 
 }  // namespace magi_jax::cpu::MAGI_JAX_ISA

@@ -113,7 +113,8 @@ __device__ __forceinline__ void WriteRow(const ForwardParams& params, int64_t ro
   float lse = sum == 0.f ? -INFINITY : (max_log2 + log2f(sum)) * kLn2;
   if (poisoned) weight = NAN;
   float old_weight = 0.f;
-  if (params.accumulate) {
+  const bool merges = params.accumulate && params.out_dtype == DType::kF32;
+  if (merges) {
     const float old = params.lse[row_head];
     const float top = fmaxf(old, lse);
     const float reference = top == -INFINITY ? 0.f : top;
@@ -128,7 +129,7 @@ __device__ __forceinline__ void WriteRow(const ForwardParams& params, int64_t ro
   for (int n = 0; n < C::kOTiles; ++n) {
     const int64_t at = row_head * (C::kOTiles * 8) + n * 8 + Lane() % 4 * 2;
     float x = o[n][c0] * weight, y = o[n][c0 + 1] * weight;
-    if (params.accumulate) {
+    if (merges) {
       const float2 old =
           *reinterpret_cast<const float2*>(static_cast<const float*>(params.out) + at);
       x += old.x * old_weight;
@@ -171,6 +172,8 @@ __global__ void __launch_bounds__(C::kThreads)
   const Logits logits(problem);
 
   Walk<C::kColumns> walk(table, rows.tile, problem.k_len);
+  const bool keeps = params.accumulate && walk.Done();  // what other calls gave
+  if (keeps && params.row_max == nullptr) return;
   LoadRows<typename C::TileQ, C::kThreads>(q_at, q, rows.begin, rows.end);
   if (!walk.Done()) LoadRows<typename C::TileK, C::kThreads>(k_at, k, walk.begin, problem.k_len);
   CommitCopies();
@@ -217,6 +220,7 @@ __global__ void __launch_bounds__(C::kThreads)
       const int64_t row_head = static_cast<int64_t>(row) * problem.num_heads + head;
       const float max_log2 = __fmul_rn(state.max[r], logits.log2_factor);
       if (params.row_max != nullptr && Lane() % 4 == 0) params.row_max[row_head] = max_log2 * kLn2;
+      if (keeps) continue;
       WriteRow<C>(params, row_head, o[r / 2], r % 2 * 2, max_log2, sum, state.poisoned >> r & 1);
     }
   }

@@ -92,6 +92,21 @@ __device__ __forceinline__ void StoreRow(void* out, DType dtype, int64_t row,
                  acc[r / 2][n][r % 2 * 2 + 1] * factor);
 }
 
+// Adds it to a float32 tensor that no other thread adds to.
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void AddRow(float* out, int64_t row,
+                                       const Fragment<kMTiles, kNTiles>& acc, int r, float factor,
+                                       bool poisoned) {
+  if (poisoned) factor = NAN;
+  auto* const sums = reinterpret_cast<float2*>(out + row * (kNTiles * 8) + Lane() % 4 * 2);
+#pragma unroll
+  for (int n = 0; n < kNTiles; ++n) {
+    const float2 sum = sums[4 * n];
+    sums[4 * n] = make_float2(fmaf(acc[r / 2][n][r % 2 * 2], factor, sum.x),
+                              fmaf(acc[r / 2][n][r % 2 * 2 + 1], factor, sum.y));
+  }
+}
+
 }  // namespace magi_jax::sm80
 
 #endif  // MAGI_JAX_XLA_FFI_KERNELS_SM80_GRADIENT_CUH_

@@ -85,6 +85,7 @@ __global__ void __launch_bounds__(C::kThreads)
   };
 
   Walk<C::kColumns> walk(table, rows.tile, problem.k_len);
+  if (params.accumulate && walk.Done()) return;
   const HeadRows q(params.q, problem.q_len, problem.num_heads, head, problem.head_dim);
   const HeadRows o(params.dout, problem.q_len, problem.num_heads, head, problem.v_head_dim);
   LoadRows<typename C::TileQ, C::kThreads>(q_at, q, rows.begin, rows.end);
@@ -124,10 +125,14 @@ __global__ void __launch_bounds__(C::kThreads)
 #pragma unroll
   for (int r = 0; r < C::kRows; ++r) {
     const int row = rows.begin + warp_row + RowOf(r);
-    if (row < rows.end)
-      StoreRow<typename C::T>(params.dq, DType::kF32,
-                              static_cast<int64_t>(row) * problem.num_heads + head, dq, r,
-                              problem.scale, poisoned >> r & 1);
+    if (row >= rows.end) continue;
+    const int64_t at = static_cast<int64_t>(row) * problem.num_heads + head;
+    const bool is_poisoned = poisoned >> r & 1;
+    if (params.accumulate) {
+      AddRow(params.dq, at, dq, r, problem.scale, is_poisoned);
+    } else {
+      StoreRow<typename C::T>(params.dq, DType::kF32, at, dq, r, problem.scale, is_poisoned);
+    }
   }
 }
 

@@ -216,8 +216,11 @@ cudaError_t Backward(const BackwardParams& backward, cudaStream_t stream) {
   const Problem& problem = backward.problem;
   const BackwardInstantiation* instantiation = Find(problem);
   if (instantiation == nullptr) return cudaErrorInvalidValue;
-  cudaError_t error = ClearGradient(backward.dq, DType::kF32, problem.q_len, problem.num_heads,
-                                    problem.head_dim, stream);
+  cudaError_t error = cudaSuccess;
+  if (!backward.accumulate) {
+    error = ClearGradient(backward.dq, DType::kF32, problem.q_len, problem.num_heads,
+                          problem.head_dim, stream);
+  }
   if (error != cudaSuccess || problem.k_len == 0) return error;
   if (problem.q_len == 0) {
     error = ClearGradient(backward.dk, backward.dkv_dtype, problem.k_len, problem.num_kv_heads,

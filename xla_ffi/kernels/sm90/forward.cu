@@ -82,7 +82,8 @@ KernelParams MakeKernelParams(const ForwardParams& forward) {
   params.scale = problem.scale;
   params.move_threshold = forward.row_max == nullptr ? kMoveThreshold : 0.0f;
   params.out_is_f32 = forward.out_dtype == DType::kF32;
-  params.accumulate = forward.accumulate;
+  params.keeps_empty = forward.accumulate;
+  params.accumulate = forward.accumulate && params.out_is_f32;
   const float cap = problem.logits_soft_cap;
   params.transform = cap != 0.0f || !(problem.scale > 0.0f);
   params.transform_scale =
@@ -119,8 +120,6 @@ const char* RefuseForward(const ForwardParams& forward) {
   if (problem.tile_size <= 0 || problem.tile_size % (kBlockM >> PackLog2(problem)) != 0) {
     return "sm90 forward needs a slice table whose tile size is a multiple of 128";
   }
-  if (forward.accumulate && forward.out_dtype != DType::kF32)
-    return "sm90 forward accumulates in float32 only";
   if (forward.out_dtype != DType::kF32 && forward.out_dtype != problem.dtype) {
     return "sm90 forward writes float32 or the type of q";
   }

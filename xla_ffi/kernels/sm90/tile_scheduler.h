@@ -13,11 +13,17 @@ struct WorkTile {
   int head, kv_head;
 };
 
+// Work items of a section of kv heads; the last may have fewer.
+__device__ __forceinline__ int SectionWork(const KernelParams& params) {
+  return params.by_query.num_tiles * params.section_kv_heads * params.parts_per_group *
+         params.parts_per_tile;
+}
+
 // Work is ordered by section of kv heads, then longest tile first, then kv head, so that the keys
 // of a section stay in L2 and each section ends with its shortest tiles.
 __device__ __forceinline__ WorkTile DecodeWork(const KernelParams& params, int work, int tokens) {
   const int per_kv_head = params.parts_per_group * params.parts_per_tile;
-  const int per_section = params.by_query.num_tiles * params.section_kv_heads * per_kv_head;
+  const int per_section = SectionWork(params);
   const int section = work / per_section;
   const int section_begin = section * params.section_kv_heads;
   const int section_heads = min(params.section_kv_heads, params.num_kv_heads - section_begin);
@@ -45,6 +51,13 @@ struct TileScheduler {
     next = work + gridDim.x;
     if (params.counter != nullptr && threadIdx.x % 32 == 0)
       next = atomicAdd(params.counter, 1) + gridDim.x;
+  }
+
+  // Nothing is left to do in the section of `work`: whoever asks next goes on behind it.
+  __device__ __forceinline__ void LeaveSection(const KernelParams& params) const {
+    const int end = (work / SectionWork(params) + 1) * SectionWork(params);
+    if (params.counter != nullptr && threadIdx.x % 32 == 0)
+      atomicMax(params.counter, end - static_cast<int>(gridDim.x));
   }
 
   __device__ __forceinline__ void Advance() { work = __shfl_sync(0xFFFFFFFF, next, 0); }

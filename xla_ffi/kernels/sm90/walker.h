@@ -57,7 +57,9 @@ struct Walker {
     while (scheduler.HasWork(params)) {
       scheduler.Request(params);
       tile = DecodeWork(params, scheduler.work, tokens_per_tile);
-      if (tile.token < params.q_len) {
+      if (params.keeps_empty && params.row_max == nullptr && HasNoRuns()) {
+        scheduler.LeaveSection(params);  // tiles are ordered by their work
+      } else if (tile.token < params.q_len) {
         last_token = min(tile.token + tokens_per_tile, params.q_len) - 1;
         WalkTile();
       }
@@ -69,6 +71,11 @@ struct Walker {
   }
 
  private:
+  __device__ __forceinline__ bool HasNoRuns() const {
+    const int32_t* const ptr = params.by_query.ptr + tile.table_tile;
+    return ptr[0] >= ptr[1];
+  }
+
   __device__ void WalkTile() {
     has_note = false;
     const int first_run = max(params.by_query.ptr[tile.table_tile], 0);
@@ -170,7 +177,7 @@ struct Walker {
     for (int row = tile.token; row <= last_token; ++row) {
       const int64_t index = static_cast<int64_t>(row) * params.num_heads + tile.head;
       if (params.row_max != nullptr && lane < pack) params.row_max[index + lane] = -INFINITY;
-      if (params.accumulate) continue;
+      if (params.keeps_empty) continue;
       uint4* out = static_cast<uint4*>(params.out) + static_cast<int64_t>(row) * row_words +
                    words / pack * tile.head;
       for (int i = lane; i < words; i += 32) out[i] = make_uint4(0, 0, 0, 0);
