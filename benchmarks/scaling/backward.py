@@ -10,28 +10,25 @@ def backward_us(work: Work, times: Times, moves: Moves, machine: Machine) -> flo
     """Microseconds of the slowest rank.
 
     Remote stages come first, late queries as one of them, own keys last: they hide the last reduce.
-    ``delta`` is made beside the first cast. The dQ of a stage is added by XLA to those before.
+    ``delta`` is made beside the first cast. The dQ of a call is added to those before by its kernel.
     """
-    add_us = 3 * 4 * elements(work.rows) / machine.memory
     delta_us = np.full(moves.cast.shape[1], 4 * elements(work.rows) / machine.memory)
     travels = times.travel_backward is not None
     link = moves.travel_out if travels else np.zeros_like(delta_us)
     stages = _in_one_step if moves.within is None else _in_two_steps
-    busy, back = stages(times.backward.T, moves, delta_us, link, add_us)
+    busy, back = stages(times.backward.T, moves, delta_us, link)
     busy = busy + times.backward[:, 0]
     if travels:
         busy = np.maximum(busy, moves.travel_out) + times.travel_backward
         back = np.maximum(back, busy) + moves.travel_back
-        busy = busy + add_us
-    # The last sum of dQ is one with its way to bfloat16; so are those of dK and dV, of which few are.
+    # A last sum is one with the way to bfloat16: of dQ that travelled, and of dK and dV, of which few are.
     remote = len(moves.cast) > 0
-    parts = 2 if travels or (remote and not work.backward_late_rows) else 1
-    last_us = (4 * parts + 2) * elements(work.rows) / machine.memory
+    last_us = (4 * (1 + travels) + 2) * elements(work.rows) / machine.memory
     last_us += (4 * (1 + remote) + 2) * 2 * work.rows * NUM_KV_HEADS * HEAD_DIM / machine.memory
     return float(np.maximum(busy, back).max()) + last_us
 
 
-def _in_one_step(kernels, moves: Moves, busy, link, add_us: float):
+def _in_one_step(kernels, moves: Moves, busy, link):
     """When all remote stages are computed, and when their gradients are back, ``[ranks]`` each.
 
     A cast runs beside the stage before, a reduce beside the stage after, both on one link.
@@ -43,13 +40,13 @@ def _in_one_step(kernels, moves: Moves, busy, link, add_us: float):
         begin = np.maximum(busy, arrived)
         if stage + 1 < stages:
             link = arrived = np.maximum(link, begin) + moves.cast[stage + 1]
-        busy = begin + kernels[stage + 1] + add_us * (stage > 0)
+        busy = begin + kernels[stage + 1]
         busy = np.maximum(busy, returned) if stage else busy  # one reduce in flight
         link = returned = np.maximum(link, busy) + moves.reduce[stage]
     return busy, returned
 
 
-def _in_two_steps(kernels, moves: Moves, busy, link, add_us: float):
+def _in_two_steps(kernels, moves: Moves, busy, link):
     """The same where rows cross beside one stage and move inside nodes beside the next, on a link each."""
     stages = len(moves.cast)
     near_cast, near_reduce = moves.within
@@ -70,7 +67,7 @@ def _in_two_steps(kernels, moves: Moves, busy, link, add_us: float):
         if stage + 2 < stages:
             link = np.maximum(link, begin) + moves.cast[stage + 2]
             crossed.append(link)
-        busy = begin + kernels[stage + 1] + add_us * (stage > 0)
+        busy = begin + kernels[stage + 1]
         if stage:
             busy = np.maximum(busy, np.maximum(left, back))
             link = back = np.maximum(link, busy) + moves.reduce[stage - 1]

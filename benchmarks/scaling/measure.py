@@ -16,7 +16,7 @@ from magi_jax.plan.slice_table import build_table, exact_spec
 from magi_jax.plan.spec import TableSpec, bucket
 from magi_jax.plan.tables import SliceTable
 from scaling.orders import Order
-from scaling.work import HEAD_DIM, Piece
+from scaling.work import ADDING, HEAD_DIM, PARTIAL, Piece
 
 BLOCK = 192  # pieces between two looks at the pace of the card
 SLOW = 0.8  # of the fastest pace that was seen; what was timed below is timed again, or not used
@@ -124,21 +124,22 @@ class Bench:
         forward, backward = self.made[_kind(piece, table)]
         table = jax.device_put(table)
         operands = self._operands(piece, table, self._array)
-        merged = None
-        if piece.result == "merged":
-            merged = jnp.zeros(operands.q.shape, jnp.float32), jnp.zeros(operands.delta.shape)
-        # The partial result is given away at each call, as inside a step, where it is never copied.
-        state: dict[str, Any] = {"result": merged}
+        # What a call adds to is given away each time, as inside a step, where it is never copied.
+        out, dq = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _sums(piece, operands))
+        state: dict[str, Any] = {"lse": None, "out": out, "dq": dq}
 
         def run_forward():
-            given = state["result"] if merged is not None else None
-            state["result"] = forward(operands, table, given)
-            return state["result"]
+            result = forward(operands, table, state["out"])
+            state["lse"] = result[1]
+            state["out"] = None if out is None else result[:2]
+            return result
 
         def run_backward():
-            if state["result"] is merged:
+            if state["lse"] is None:
                 run_forward()
-            return backward(operands, state["result"][1], table)
+            result = backward(operands, state["lse"], table, state["dq"])
+            state["dq"] = None if dq is None else result[0]
+            return result
 
         return run_forward, run_backward
 
@@ -166,32 +167,39 @@ class Bench:
         """Forward and backward of the shapes of a piece."""
         operands = self._operands(piece, table, lambda _, *kind: jax.ShapeDtypeStruct(*kind))
         lse = jax.ShapeDtypeStruct(operands.delta.shape, jnp.float32)
-        merged = None
-        if piece.result == "merged":
-            merged = jax.ShapeDtypeStruct(operands.q.shape, jnp.float32), lse
+        out, dq = _sums(piece, operands)
         forward, backward = self._make(piece.result)
         return (
-            forward.lower(operands, table, merged).compile(),
-            backward.lower(operands, lse, table).compile(),
+            forward.lower(operands, table, out).compile(),
+            backward.lower(operands, lse, table, dq).compile(),
         )
 
     def _make(self, result: str) -> tuple:
         options = {"scale": HEAD_DIM**-0.5, "logits_soft_cap": 0.0}
-        partial = result != "final"
+        dtype = jnp.float32 if result in PARTIAL else None
 
-        def forward(x: Operands, table, merged):
-            dtype = jnp.float32 if partial else None
+        def forward(x: Operands, table, out):
             return self.implementation.forward(
-                x.q, x.k, x.v, table, accumulate=merged, out_dtype=dtype, **options
+                x.q, x.k, x.v, table, accumulate=out, out_dtype=dtype, **options
             )
 
-        def backward(x: Operands, lse, table):
-            dtype = jnp.float32 if partial else None
+        def backward(x: Operands, lse, table, dq):
             return self.implementation.backward(
-                x.dout, x.q, x.k, x.v, lse, x.delta, table, dkv_dtype=dtype, **options
-            )
+                x.dout, x.q, x.k, x.v, lse, x.delta, table,
+                dkv_dtype=dtype, accumulate=dq, **options,
+            )  # fmt: skip
 
-        return jax.jit(forward, donate_argnums=2), jax.jit(backward)
+        return jax.jit(forward, donate_argnums=2), jax.jit(backward, donate_argnums=3)
+
+
+def _sums(piece: Piece, x: Operands) -> tuple:
+    """Shapes of what the calls of a piece add to: ``(out, lse)`` and dQ, or None."""
+    if piece.result not in ADDING:
+        return None, None
+    dtype = jnp.float32 if piece.result in PARTIAL else x.q.dtype
+    out = jax.ShapeDtypeStruct(x.q.shape, dtype)
+    lse = jax.ShapeDtypeStruct(x.delta.shape, jnp.float32)
+    return (out, lse), jax.ShapeDtypeStruct(x.q.shape, jnp.float32)
 
 
 def _kind(piece: Piece, table: SliceTable) -> tuple:

@@ -96,16 +96,12 @@ def _without_casts(moves: Moves) -> Moves:
 
 def our_us(work: Work, times: Times, moves: dict[str, Moves], machine: Machine) -> dict[str, float]:
     """Ours: casts one stage ahead, reduces behind; what XLA adds up or copies beside the kernels."""
-    several = (
-        len(moves["forward"].cast) > 0 and not work.late_rows
-    ) or times.travel_forward is not None
-    # The float32 result to bfloat16, where it had several parts; late rows gathered and put back.
+    # The float32 result to bfloat16, where it had several parts.
+    several = len(moves["forward"].cast) > 0 and not work.late_rows
     ends = {"forward": _forward_us(work, times, moves["forward"], machine)}
-    ends["forward"] += cast_us(work.rows, machine) if several else 0.0
-    ends["forward"] += elements(work.late_rows) * (4 + 4) / machine.memory
+    if several or times.travel_forward is not None:
+        ends["forward"] += cast_us(work.rows, machine)
     ends["backward"] = backward_us(work, times, moves["backward"], machine)
-    # q, dout and out gathered, and dQ added in float32.
-    ends["backward"] += elements(work.backward_late_rows) * (3 * 4 + 12) / machine.memory
     return ends
 
 

@@ -25,6 +25,7 @@ FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # times heads and head dim
 OURS = "magi_jax"
 ALIKE = "magi_jax_alike"  # planned ahead; keys kept and gradients sent as those of the others are
 MOST_SLICES = 200_000  # of all steps of a strategy, past which it is left out
+PARTIAL, ADDING = ("first", "merged"), ("merged", "late")  # results of pieces
 FEW = 16  # slices of a mask that it is worth bringing into one form
 DOCUMENTS = pathlib.Path(__file__).resolve().parents[1] / "kernel_documents.json"
 
@@ -36,8 +37,9 @@ class Piece(NamedTuple):
         slices: tight rows ``[A, 6]``, int32.
         q_len, k_len: rows of the queries and of the keys.
         heads, kv_heads: of the call.
-        result: "final", all in bfloat16; "first" of several calls, in float32; or "merged" by the kernel
-            itself into that of earlier calls.
+        result: "final", `out`, dK and dV in bfloat16; "first" of several calls, in float32; "merged", the
+            same added by the kernel itself to those of earlier calls, in the backward pass dQ alone; "late",
+            added likewise, in bfloat16.
     """
 
     slices: np.ndarray
@@ -176,20 +178,33 @@ def _our_plan(problem: Problem, num_ranks: int, alike: bool) -> AttentionPlan:
     return make_plan(problem.mask, num_ranks, config)
 
 
+def _forward_kinds(stages: StageTables, travels: bool) -> list[str]:
+    """Results of the calls of the forward pass, late queries last; see `Piece`."""
+    remote = len(stages.calc) - 1
+    own = "first" if remote or travels else "final"
+    late = [] if stages.late is None else ["late" if own == "final" else "merged"]
+    return [own, *["merged"] * remote, *late]
+
+
+def _backward_kinds(stages: StageTables, travels: bool) -> list[str]:
+    """The same of the backward pass, in which own keys are the last to be computed."""
+    remote, late = len(stages.calc) - 1, stages.late
+    others = ["first", *["merged"] * (remote - 1)] if remote else []
+    if late is not None:
+        others.append("merged" if remote else "first")
+    whole = not remote and not travels and (late is None or late.shared is not None)
+    own = ("late" if whole else "merged") if others else ("final" if whole else "first")
+    return [own, *others]
+
+
 def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece], alike: bool) -> Work:
     plan = _our_plan(problem, num_ranks, alike)
 
     def calls_of(stages: StageTables, backward: bool) -> np.ndarray:
-        # What has parts is float32: `out`, and in the backward pass dK and dV.
-        alone = not stages.comm and plan.travel is None
-        if backward and stages.late is not None:
-            alone &= stages.late.shared is not None
-        first = "final" if alone else "first"
-        calc = [(table, "merged" if stage else first) for stage, table in enumerate(stages.calc)]
-        if stages.late is not None:
-            calc.append((stages.late.calc, "first" if backward else first))
+        kinds = (_backward_kinds if backward else _forward_kinds)(stages, plan.travel is not None)
+        calc = [*stages.calc, *([] if stages.late is None else [stages.late.calc])]
         names = []
-        for table, result in calc:
+        for table, result in zip(calc, kinds, strict=True):
             sizes = table.q_len, table.k_len, NUM_HEADS, NUM_KV_HEADS, result
             names.append(_add(pieces, _cells_of(table), num_ranks, sizes))
         return np.stack(names, axis=1)
