@@ -150,7 +150,8 @@ def main() -> None:
         ready = [work(packed) for packed in itertools.islice(batches(flags), flags.batches)]
         jax.block_until_ready(step(params, ready[0]))
         before, _ = timed(step, params, iter(ready), flags.batches)
-        with mj.data.Prefetch(batches(flags), work, depth=4, workers=flags.workers) as ahead:
+        options = {"depth": 4, "workers": flags.workers, "sharding": rows}
+        with mj.data.Prefetch(batches(flags), planner, **options) as ahead:
             in_background, wait = timed(step, params, ahead, flags.batches)
         inside, wait_inside = timed(step, params, map(work, batches(flags)), flags.batches)
     result = {

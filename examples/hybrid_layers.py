@@ -90,10 +90,11 @@ def main() -> None:
     train_step = language_model.make_train_step(graphdef, optimizer, which)
     progress = show.Progress(flags.steps, flags.dp * flags.seq_len)
     print(f"training {flags.layers} layers {pattern}; compiling the step ...", flush=True)
-    with jax.set_mesh(mesh), mj.data.Prefetch(batches(), planner) as planned:
+    by_token = NamedSharding(mesh, P("dp", "cp"))
+    ahead = mj.data.Prefetch(batches(), planner, sharding=by_token)
+    with jax.set_mesh(mesh), ahead as planned:
         state = jax.device_put((params, optimizer.init(params)), NamedSharding(mesh, P()))
         for batch in itertools.islice(planned, flags.steps):
-            batch = jax.device_put(batch, NamedSharding(mesh, P("dp", "cp")))
             *state, loss, _ = train_step(*state, batch)
             progress.update(float(loss))
     progress.finish()

@@ -147,13 +147,13 @@ def main() -> None:
     optimizer = optax.adam(flags.learning_rate)
     progress = show.Progress(flags.steps, flags.dp * flags.seq_len)
     print("compiling the train step ...", flush=True)
-    with jax.set_mesh(mesh), mj.data.Prefetch(batches(), planner) as planned:
-        everywhere = NamedSharding(mesh, P())
+    everywhere, by_token = NamedSharding(mesh, P()), NamedSharding(mesh, P("dp", "cp"))
+    ahead = mj.data.Prefetch(batches(), planner, sharding=by_token)
+    with jax.set_mesh(mesh), ahead as planned:
         params, opt_state = jax.device_put((params, optimizer.init(params)), everywhere)
         train_step = make_train_step(graphdef, params, optimizer, flags, num_parts)
         accuracies = []
         for batch in itertools.islice(planned, flags.steps):
-            batch = jax.device_put(batch, NamedSharding(mesh, P("dp", "cp")))
             params, opt_state, loss, accuracy = train_step(params, opt_state, batch)
             progress.update(float(loss))
             accuracies.append(float(accuracy))

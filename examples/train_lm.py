@@ -162,14 +162,14 @@ def main() -> None:
     train_step = language_model.make_train_step(graphdef, optimizer)
     progress = show.Progress(flags.steps, flags.dp * flags.seq_len)
     by_token = NamedSharding(mesh, P("dp", "cp"))
-    with jax.set_mesh(mesh), mj.data.Prefetch(batches(flags.seed), planner) as planned:
+    ahead = mj.data.Prefetch(batches(flags.seed), planner, sharding=by_token)
+    with jax.set_mesh(mesh), ahead as planned:
         params = jax.device_put(params, NamedSharding(mesh, P()))
         opt_state = jax.device_put(optimizer.init(params), NamedSharding(mesh, P()))
         print("compiling the train step ...", flush=True)
         before = jax.tree.map(np.asarray, params)
         for step in range(flags.steps):
-            batch = jax.device_put(next(planned), by_token)
-            params, opt_state, loss, grads = train_step(params, opt_state, batch)
+            params, opt_state, loss, grads = train_step(params, opt_state, next(planned))
             if step == 0 and not flags.no_check:
                 check_first_step(graphdef, before, first, masks, (loss, grads), flags.dtype)
             progress.update(float(loss))

@@ -12,6 +12,7 @@ picture. Before training, the loss on the mesh is compared with the loss on one 
 """
 
 import argparse
+import functools
 import importlib.util
 import itertools
 from collections.abc import Iterator
@@ -169,13 +170,18 @@ def mean_loss(graphdef, params, batch, attend) -> jax.Array:
     return jnp.sum(jnp.mean(error**2, axis=-1) * is_token) / jnp.sum(is_token)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def planned_loss(graphdef, params, batch: mj.data.PlannedBatch) -> jax.Array:
+    """The same over the mesh, under the plan of the batch."""
+    attend = mj.flax.attention_fn(batch.plans[0], options=language_model.OPTIONS)
+    return mean_loss(graphdef, params, batch.packed, attend)
+
+
 def make_train_step(graphdef, optimizer):
     @jax.jit
     def train_step(params, opt_state, batch: mj.data.PlannedBatch):
-        attend = mj.flax.attention_fn(batch.plans[0], options=language_model.OPTIONS)
-        loss, grads = jax.value_and_grad(
-            lambda params: mean_loss(graphdef, params, batch.packed, attend)
-        )(params)
+        of_params = functools.partial(planned_loss, graphdef, batch=batch)
+        loss, grads = jax.value_and_grad(of_params)(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -230,15 +236,14 @@ def main() -> None:
     train_step = make_train_step(graphdef, optimizer)
     progress, standing = show.Progress(flags.steps, flags.dp * flags.seq_len), []
     alone = loss_on_one_device(graphdef, shifted(params), first)
-    with jax.set_mesh(mesh), mj.data.Prefetch(batches(), planner) as planned:
-        everywhere, by_token = NamedSharding(mesh, P()), NamedSharding(mesh, P("dp", "cp"))
+    everywhere, by_token = NamedSharding(mesh, P()), NamedSharding(mesh, P("dp", "cp"))
+    ahead = mj.data.Prefetch(batches(), planner, sharding=by_token)
+    with jax.set_mesh(mesh), ahead as planned:
         state = jax.device_put((params, optimizer.init(params)), everywhere)
         for step in range(flags.steps):
-            batch = jax.device_put(next(planned), by_token)
+            batch = next(planned)
             if step == 0:
-                attend = mj.flax.attention_fn(batch.plans[0], options=language_model.OPTIONS)
-                check = jax.jit(lambda p, b, attend=attend: mean_loss(graphdef, p, b, attend))
-                ours = float(check(shifted(state[0]), batch.packed))
+                ours = float(planned_loss(graphdef, shifted(state[0]), batch))
                 print(f"loss with shifted parameters: {ours:.6f}; on one device: {alone:.6f}")
             *state, loss = train_step(*state, batch)
             progress.update(float(loss))

@@ -5,31 +5,18 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from magi_jax.data.packing import NO_LABEL, Packed
+from magi_jax.data.planned_batch import PlannedBatch
 from magi_jax.masks import AttnMask
 from magi_jax.parallel import dispatch
 from magi_jax.plan import AttentionPlan, PlanConfig, PlanSpec, make_plan, stack_plans
 
 # What a batch may be: ours, or the dictionary of another pipeline, arrays ``[R, L, ...]`` by name.
 Batch = Packed | Mapping[str, np.ndarray]
-
-
-class PlannedBatch(NamedTuple):
-    """A batch of R sequences in dispatched order, with what attention needs. A pytree.
-
-    Attributes:
-        packed: the batch that was planned, of the same kind and with the same fields, each
-            ``[R, cp * local_len, ...]``; shard it with ``P("dp", "cp")``.
-        plans: one plan per mask, stacked over the sequences, leaves ``[R, cp, ...]``; shard them in
-            the same way.
-    """
-
-    packed: Any
-    plans: tuple[AttentionPlan, ...]
 
 
 @dataclass(frozen=True)
@@ -83,11 +70,10 @@ class PlanBatch:
                 plans = self._in_own_sizes(packed)
         moved = dispatch(packed, plans[0])
         if not isinstance(moved, Packed):
-            return PlannedBatch(moved, plans)
+            return PlannedBatch.of(moved, plans)
         is_token = np.reshape(plans[0].positions, moved.labels.shape) >= 0
-        return PlannedBatch(
-            moved._replace(labels=np.where(is_token, moved.labels, NO_LABEL)), plans
-        )
+        moved = moved._replace(labels=np.where(is_token, moved.labels, NO_LABEL))
+        return PlannedBatch.of(moved, plans)
 
     def fit(
         self, batches: Iterable[Batch], *, num_batches: int = 16, margin: float = 1.25

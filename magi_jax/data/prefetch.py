@@ -1,10 +1,15 @@
 """Working ahead of the training loop in background threads."""
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from jax.sharding import Sharding
+
+from magi_jax.data.processes import place
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -18,9 +23,9 @@ class Prefetch(Generic[Result]):
     its result would have come, and ends the iteration. Use it as a context manager, or call
     `close`, to stop early.
 
-    Planning is mostly NumPy, which lets other threads run, so threads serve well next to a device;
-    a pipeline that also decodes or tokenises is better off in the worker processes of a
-    data-loading library.
+    Planning is NumPy and compiled code in turn, and threads take turns at the former. A pipeline that
+    needs more than a few threads give, or that also decodes or tokenises, is better off in the worker
+    processes of a data-loading library.
     """
 
     def __init__(
@@ -30,6 +35,7 @@ class Prefetch(Generic[Result]):
         *,
         depth: int = 2,
         workers: int = 1,
+        sharding: Sharding | None = None,
     ):
         """Starts working at once.
 
@@ -38,9 +44,13 @@ class Prefetch(Generic[Result]):
             function: what to compute for each item.
             depth: results that may wait, at least 1.
             workers: threads that run ``function``, at least 1.
+            sharding: how results are sent to the devices (`place`), in the same threads; None
+                leaves them on the host.
         """
         if depth < 1 or workers < 1:
             raise ValueError(f"depth and workers must be at least 1, got {depth=} {workers=}")
+        if sharding is not None:
+            function = functools.partial(_then_place, function, sharding)
         self._results: queue.Queue[Future[Result] | None] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="magi_jax_prefetch")
@@ -103,3 +113,7 @@ class Prefetch(Generic[Result]):
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def _then_place(function: Callable[[Any], Any], sharding: Sharding, item: Any) -> Any:
+    return place(function(item), sharding)

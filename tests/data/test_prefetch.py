@@ -4,6 +4,8 @@ import itertools
 import threading
 import time
 
+import jax
+import numpy as np
 import pytest
 
 from magi_jax.data import Prefetch
@@ -116,3 +118,12 @@ def test_closing_ends_a_consumer_that_waits(waits_for):
         assert ended.wait(10)
     finally:
         go_on.set()
+
+
+def test_results_are_sent_to_the_devices_ahead():
+    mesh = jax.make_mesh((4,), ("cp",), (jax.sharding.AxisType.Auto,))
+    rows = jax.NamedSharding(mesh, jax.P("cp"))
+    with Prefetch(range(3), lambda i: {"x": np.full(8, i)}, sharding=rows) as results:
+        for number, result in enumerate(results):
+            assert result["x"].sharding == rows
+            np.testing.assert_array_equal(result["x"], np.full(8, number))
