@@ -206,7 +206,7 @@ def _runs(
     num_runs: int,
 ) -> Any:
     """``ptr [M + 1]`` and ``runs [num_runs, 6]``: neighbouring columns that a tile sees are one run."""
-    column = jnp.arange(any_row.shape[1])
+    column = jnp.arange(any_row.shape[1], dtype=jnp.int32)
     before = jnp.pad(any_row, ((0, 0), (1, 0)))[:, :-1]
     first = any_row & ~before
     last = any_row & ~jnp.pad(any_row, ((0, 0), (0, 1)))[:, 1:]

@@ -18,8 +18,10 @@ def forward(stages: Stages, operands, plan: AttentionPlan):
     """`Stages.forward` on local ``[T, N, H]`` or ``[B, T, N, H]``; ``plan`` still has its ranks."""
     q, k, v, sinks = operands
     if _is_empty(q):
-        no_logits = jnp.full(q.shape[2], -jnp.inf) if stages.with_max_logits else None
-        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.zeros(q.shape[:3]), (), no_logits
+        out = jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+        lse = jnp.zeros(q.shape[:3], jnp.float32)
+        no_logits = jnp.full(q.shape[2], -jnp.inf, jnp.float32)
+        return out, lse, (), no_logits if stages.with_max_logits else None
     if plan.positions.ndim == 3:
         *results, max_logits = in_turns(
             lambda arrays, part: _forward(stages, (*arrays, sinks), part), (q, k, v), plan
