@@ -144,12 +144,13 @@ def targets(rows: list[dict]) -> list[list[str]]:
 
 def check(stored: dict) -> list[str]:
     """Measured steps beside what the model says of them."""
-    head = ["mask", "tokens a rank", "ranks", "transport", "forward TFLOP/s", "model's error",
-            "backward TFLOP/s", "model's error"]  # fmt: skip
+    head = ["mask", "tokens a rank", "ranks", "transport", "plan", "late queries",
+            "forward TFLOP/s", "model's error", "backward TFLOP/s", "model's error"]  # fmt: skip
     rows = stored["rows"]
     body = [
         [
-            r["mask"], r["tokens_per_rank"], r["ranks"], r["transport"],
+            r["mask"], r["tokens_per_rank"], r["ranks"], r["transport"], r.get("plan", "chosen"),
+            "{} / {}".format(*r["late_rows"]) if any(r.get("late_rows", [0])) else "",
             f"{r['forward']:.0f}", f"{100 * r['forward_error']:+.1f} %",
             f"{r['backward']:.0f}", f"{100 * r['backward_error']:+.1f} %",
         ]

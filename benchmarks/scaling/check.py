@@ -2,7 +2,8 @@
 
 Steps of `dist_attention` are timed over all GPUs; the kernels of each rank alone on the first GPU, casts
 and reduces alone over all. The model lays the latter side by side as it does for 64 ranks; its error is how
-far that is from the former.
+far that is from the former. Plans are those that `make_plan` chooses, and such that take each GPU for a node,
+in two stages whose rows move in two steps, as between nodes.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from provenance import save
-from timing import seconds
+from timing import seconds, steady_seconds
 
 from magi_jax import DistOptions, dist_attention, group_cast, group_reduce
 from magi_jax.comm import symmetric_memory
@@ -29,14 +30,14 @@ from scaling.work import (
     HEAD_DIM,
     NUM_HEADS,
     NUM_KV_HEADS,
-    OURS,
     Problem,
-    make_work,
+    our_work,
     problems,
 )
 
 MASKS = ("full", "causal", "varlen_full", "varlen_causal", "swa_causal", "prefix_lm")
 TRANSPORTS = ("native", "portable")
+WAYS = ("chosen", "two steps")  # of plans
 ROWS = PartitionSpec("cp")
 
 
@@ -52,11 +53,15 @@ def check_all(args) -> None:
     }
     timed: dict[str, dict[str, float]] = {}
     rows: list[dict] = []
-    for transport, tokens, name in itertools.product(args.transports, posed, args.masks):
+    every = itertools.product(args.transports, args.plans, posed, args.masks)
+    for transport, way, tokens, name in every:
         if time.perf_counter() - started > args.budget_s:
             break
-        row = check(posed[tokens][name], mesh, bench, transport, timed)
-        place = {"mask": name, "tokens_per_rank": tokens, "ranks": ranks, "transport": transport}
+        row = check(posed[tokens][name], mesh, bench, (transport, way), timed)
+        place = {
+            "mask": name, "tokens_per_rank": tokens, "ranks": ranks, "transport": transport,
+            "plan": way,
+        }  # fmt: skip
         rows.append({**place, **row})
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()})
         save(args.json, args.commit, {"rows": rows})
@@ -72,13 +77,29 @@ def options_of(transport: str, mesh: Mesh, implementation: Implementation) -> It
         yield DistOptions(implementation=implementation, transport=memory.transport)
 
 
+def make_plan_of(way: str, problem: Problem, ranks: int) -> AttentionPlan:
+    """The plan of one of the `WAYS`."""
+    if way == "chosen":
+        return make_plan(problem.mask, ranks, PlanConfig(ranks_per_node=ranks))
+    config = PlanConfig(ranks_per_node=1, two_level=True, overlap=2, travelling="never")
+    return make_plan(problem.mask, ranks, config)
+
+
 def check(
-    problem: Problem, mesh: Mesh, bench: Bench, transport: str, timed: dict[str, dict[str, float]]
+    problem: Problem, mesh: Mesh, bench: Bench, how: tuple[str, str], timed: dict[str, dict]
 ) -> dict:
-    """Measured and predicted microseconds of one problem; times of its pieces are added to ``timed``."""
+    """Measured and predicted microseconds of one problem; times of its pieces are added to ``timed``.
+
+    Args:
+        how: transport and way of the plan.
+    """
     ranks = mesh.size
+    transport, way = how
+    plan = make_plan_of(way, problem, ranks)
+    if plan.travel is not None:
+        raise ValueError("this check is for masks whose queries do not travel")
     pieces: dict = {}
-    work = make_work(OURS, problem, ranks, pieces)
+    work = our_work(plan, ranks, pieces)
     for key, piece in pieces.items():
         if key not in timed:
             timed[key] = bench.measure(piece, FLOPS_PER_PAIR)
@@ -88,9 +109,6 @@ def check(
             for which, calls in (("forward", work.calls), ("backward", work.backward_calls))
         )
     )
-    plan = make_plan(problem.mask, ranks, PlanConfig(ranks_per_node=ranks))
-    if plan.travel is not None:
-        raise ValueError("this check is for masks whose queries do not travel")
     plan = jax.device_put(plan, NamedSharding(mesh, ROWS))
     with options_of(transport, mesh, bench.implementation) as options:
         moves = {
@@ -133,16 +151,17 @@ def steps(plan: AttentionPlan, mesh: Mesh, options: DistOptions) -> dict[str, fl
     finish = jax.jit(lambda pull, dout: pull(dout))
     _, pull = start(q, k, v, plan)
     return {
-        "forward": 1e6 * seconds(lambda: forward(q, k, v, plan)),
-        "backward": 1e6 * seconds(lambda: finish(pull, dout)),
+        "forward": 1e6 * steady_seconds(lambda: forward(q, k, v, plan)),
+        "backward": 1e6 * steady_seconds(lambda: finish(pull, dout)),
     }
 
 
 def transfers(stages: StageTables, mesh, options: DistOptions) -> Moves:
     """Microseconds of the cast and of the reduce of each remote stage, alone, the same on all ranks."""
-    ways = [(comm, comm) for comm in stages.comm]
+    ways = [(comm.steps, comm.steps) for comm in stages.comm]
     if (late := stages.late) is not None:
-        ways.append((late.comm, late.comm if late.shared is None else late.shared.comm))
+        back = late.comm if late.shared is None else late.shared.comm
+        ways.append(((late.comm,), (back,)))
 
     def cast(kv, comm):
         return group_cast(kv, comm, "cp", transport=options.transport)
@@ -157,7 +176,11 @@ def transfers(stages: StageTables, mesh, options: DistOptions) -> Moves:
         call = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False))
         return 1e6 * seconds(lambda: call(given, comm), budget_s=0.05)
 
-    casts = [time(cast, out.src_rows, jnp.bfloat16, out) for out, _ in ways]
-    reduces = [time(reduce, back.dst_rows, jnp.float32, back) for _, back in ways]
-    spread = np.ones((1, mesh.size))
-    return Moves(np.array(casts)[:, None] * spread, np.array(reduces)[:, None] * spread)
+    def times(step: int) -> list[np.ndarray]:
+        casts = [time(cast, out[step].src_rows, jnp.bfloat16, out[step]) for out, _ in ways]
+        reduces = [time(reduce, out[step].dst_rows, jnp.float32, out[step]) for _, out in ways]
+        return [np.array(us)[:, None] * np.ones((1, mesh.size)) for us in (casts, reduces)]
+
+    if any(len(out) > 1 for out, _ in ways):
+        return Moves(*times(0), np.stack(times(1)))
+    return Moves(*times(0))

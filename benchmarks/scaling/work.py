@@ -154,7 +154,8 @@ def _rings(name: str, num_ranks: int) -> int:
 def make_work(name: str, problem: Problem, num_ranks: int, pieces: dict[str, Piece]) -> Work:
     """The work of one strategy; its pieces are added to ``pieces``."""
     if name.startswith(OURS):
-        return _our_work(problem, num_ranks, pieces, name == ALIKE)
+        plan = _our_plan(problem, num_ranks, name == ALIKE)
+        return our_work(plan, num_ranks, pieces, name == ALIKE)
     strategy = strategies.make(name, num_ranks, NODE)
     if isinstance(strategy, strategies.HeadRing):
         rows, groups = strategy.buffer_rows(problem), num_ranks // strategy.heads
@@ -197,8 +198,10 @@ def _backward_kinds(stages: StageTables, travels: bool) -> list[str]:
     return [own, *others]
 
 
-def _our_work(problem: Problem, num_ranks: int, pieces: dict[str, Piece], alike: bool) -> Work:
-    plan = _our_plan(problem, num_ranks, alike)
+def our_work(
+    plan: AttentionPlan, num_ranks: int, pieces: dict[str, Piece], alike: bool = False
+) -> Work:
+    """The work of a plan; its pieces are added to ``pieces``."""
 
     def calls_of(stages: StageTables, backward: bool) -> np.ndarray:
         kinds = (_backward_kinds if backward else _forward_kinds)(stages, plan.travel is not None)

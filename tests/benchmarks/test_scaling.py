@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from scaling import commands, fit, orders
+from scaling import commands, fit, measure, orders
 from scaling import work as scaling_work
 from scaling.machine import Machine, Times
 from scaling.model import step_us
 from scaling.work import OURS, Piece, Problem, Work, document_lengths, make_work
 
 from magi_jax import masks
+from magi_jax.ops import get_implementation
 
 RANKS = 8
 LENGTHS = np.array([700, 90, 400, 1, 333, 524])
@@ -91,6 +92,17 @@ def test_a_fit_gives_back_what_follows_its_features(problem, rng):
     assert fitted.errors["forward"][1] < 1e-6
     with pytest.raises(ValueError, match="no backward pass"):
         fit.fit({"forward": points, "backward": []})
+
+
+@pytest.mark.parametrize("result", ["final", "first", "merged", "late"])
+def test_calls_of_every_kind_are_timed(result, monkeypatch):
+    for name in ("LEAD_US", "TIMED_US"):
+        monkeypatch.setattr(measure, name, 1.0)
+    piece = Piece(masks.causal(128).slices.astype(np.int32), 128, 128, 2, 1, result)
+    bench = measure.Bench(get_implementation("cpu"))
+    times = bench.measure(piece, ("forward", "backward"))
+    assert set(times) == {"forward", "backward"}
+    assert min(times.values()) > 0
 
 
 def test_times_are_measured_where_they_are_known(problem):
