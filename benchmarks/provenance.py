@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
-PLACES = ("--commit", "--json", "--out", "--pieces", "--workloads")
+PLACES = ("--commit", "--json", "--out", "--pictures", "--pieces", "--workloads", "--works")
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "tokamax")
 
 

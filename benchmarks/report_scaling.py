@@ -3,31 +3,37 @@
 from report_tables import distinct, losses, percent, table
 from scaling.published import PUBLISHED, PUBLISHED_RANKS
 
-OURS = "magi_jax"
+OURS, ALIKE = "magi_jax", "magi_jax_alike"
 
 
 def scaling(stored: dict) -> list[str]:
-    """Ours beside the best other strategy, and the ratio."""
+    """Ours in two ways beside the best other strategy, and the ratios."""
     machine, errors = stored["machine"], stored["fit_error"]
     sources = "; ".join(
         f"commit `{run['commit']}`, {run['date']}, `{run['command']}`" for run in stored["kernels"]
     )
     lines = [
         f"Kernel calls were timed on {stored['kernels'][0]['device']} ({sources}):"
-        f" {stored['timed_pieces']} of {stored['pieces']} different calls, those of"
-        " the slowest ranks first. The others take the time of a fit to the timed ones, which is off by"
+        f" {stored['timed_pieces']} of {stored['pieces']} different calls: of ours and of the others that"
+        " come within a tenth of the best other, those of all ranks that may be the slowest, one after the"
+        " other on a card that did not rest; then the slowest rank of the rest. All others take the time of"
+        " a fit to the timed ones, which is off by"
         f" {percent(errors['forward'][0])} (median) and {percent(errors['forward'][1])} (95th percentile)"
         f" forward, {percent(errors['backward'][0])} and {percent(errors['backward'][1])} backward."
         f" Links: {machine['near'] / 1e3:.0f} GB/s a GPU inside a node of {machine['node']},"
         f" {machine['far'] / 1e3:.0f} GB/s a GPU between nodes; {machine['near_latency_us']:.0f} and"
         f" {machine['far_latency_us']:.0f} us a transfer. `benchmarks/scaling/model.py` says what hides"
-        " behind what. TFLOP/s per GPU of the slowest rank, ours / best other strategy (its name), and the"
-        " ratio. Plans are those that `make_plan` chooses for nodes of this size.",
+        " behind what. TFLOP/s per GPU of the slowest rank: ours, ours alike / best other strategy (its"
+        " name), and the ratios of both. Plans are those that `make_plan` chooses for nodes of this size.",
         "",
-        "What favours the others: gradients of keys travel in float32 for ours, its default, and in bfloat16"
-        " for them; the backward pass of rings keeps all keys and values in memory and sends gradients alone;"
-        " `hybrid` gives a rank up to 1.5 times the mean number of tokens, for which the rest of a model"
-        " would pay, and its gathers hide behind the level before.",
+        '"Ours" is the default: plans made in milliseconds for each batch, gradients of keys sent in float32,'
+        " keys fetched again in the backward pass. The others are granted more: gradients in bfloat16, all"
+        " keys and values of the forward pass kept in memory (rings), layouts that nobody searches for."
+        ' Alike is ours with the same: `DistOptions(reduce_dtype="bfloat16", keep_remote_kv=True)`, and'
+        ' plans made ahead with `effort="high"` (seconds of a background worker).',
+        "",
+        "What still favours the others: `hybrid` gives a rank up to 1.5 times the mean number of tokens, for"
+        " which the rest of a model would pay, and its gathers hide behind the level before.",
         "",
         *timed_shares(stored["rows"]),
         "",
@@ -35,42 +41,76 @@ def scaling(stored: dict) -> list[str]:
         "![backward](pictures/scaling_backward.png)",
     ]
     behind = []
+    ranks = distinct(stored["rows"], "cp")
     for which in ("forward", "backward"):
-        ranks = distinct(stored["rows"], "cp")
         body = []
         for mask in distinct(stored["rows"], "mask"):
             cells = [mask]
             for cp in ranks:
-                here = [r for r in stored["rows"] if r["mask"] == mask and r["cp"] == cp]
-                ours = next(r[which] for r in here if r["strategy"] == OURS)
-                best = max(
-                    (r for r in here if not r["strategy"].startswith(OURS)),
-                    key=lambda r: r[which],
-                )
-                ratio = ours / best[which]
-                cells.append(f"{ours:.0f} / {best[which]:.0f} ({best['strategy']}) {ratio:.2f}")
-                if ratio < 1:
-                    behind.append(f"{mask}, {cp} ranks, {which}: {best['strategy']} ({ratio:.2f})")
+                ours, best = compared(stored["rows"], mask, cp, which)
+                rates = ", ".join(f"{row[which]:.0f}" for row in ours)
+                ratios = ", ".join(f"{row[which] / best[which]:.2f}" for row in ours)
+                cells.append(f"{rates} / {best[which]:.0f} ({best['strategy']}) {ratios}")
+                if ours[0][which] < best[which]:
+                    behind.append(f"{mask}, {cp} ranks, {which}: {best['strategy']} ({ratios})")
             body.append(cells)
         lines += ["", f"{which.capitalize()}:", "", *table(["mask", *ranks], body)]
-    lines += ["", "Targets:", "", *table(["target", "reached"], targets(stored["rows"]))]
-    lines += ["", *beside_published(stored["rows"])]
-    return [*lines, "", *losses("Strategies that are ahead, with our share of their rate", behind)]
+    head = ["target", "ours", "alike"]
+    lines += ["", "Targets:", "", *table(head, targets(stored["rows"]))]
+    lines += ["", *lost(stored["rows"], ranks[-1]), "", *beside_published(stored["rows"])]
+    title = (
+        "Strategies that are ahead of the default, with its share of their rate and that of alike"
+    )
+    return [*lines, "", *losses(title, behind)]
+
+
+def compared(rows: list[dict], mask: str, cp: int, which: str) -> tuple[list[dict], dict]:
+    """Rows of ours, default first, and that of the best other strategy."""
+    here = {r["strategy"]: r for r in rows if r["mask"] == mask and r["cp"] == cp}
+    others = [row for name, row in here.items() if not name.startswith(OURS)]
+    ours = [here[name] for name in (OURS, ALIKE) if name in here]
+    return ours, max(others, key=lambda row: row[which])
 
 
 def timed_shares(rows: list[dict]) -> list[str]:
-    """How much of the kernel time was timed, by number of ranks."""
-    shares = []
+    """Of how many figures of the tables all calls were timed."""
+    shares: list[float] = []
     for cp in distinct(rows, "cp"):
-        here = [row for row in rows if row["cp"] == cp]
-        ours = [row["measured"] for row in here if row["strategy"] == OURS]
-        others = [row["measured"] for row in here if not row["strategy"].startswith(OURS)]
-        pair = (percent(sum(x) / len(x)) for x in (ours, others))
-        shares.append("{} and {} at {} ranks".format(*pair, cp))
+        for mask in distinct(rows, "mask"):
+            for which in ("forward", "backward"):
+                ours, best = compared(rows, mask, cp, which)
+                shares += [row[f"{which}_timed"] for row in (*ours, best)]
+    whole = sum(share > 0.999 for share in shares)
+    half = sum(share > 0.5 for share in shares)
     return [
-        f"Of the kernel time of ours and of the others, means over masks, {', '.join(shares)} was timed; the"
-        " rest is the fit's. The kernels are those of the commits named above, the plans and layouts those of"
-        " the commit of this section."
+        f"Of the {len(shares)} rates in the two tables, {whole} rest on times of all calls of the rank whose"
+        f" kernels take longest, {half - whole} on times of more than half of that rank's kernel time, and"
+        f" {len(shares) - half} mostly on the fit."
+    ]
+
+
+def lost(rows: list[dict], cp: int) -> list[str]:
+    """Where the time of a step goes at a number of ranks."""
+    body = []
+    for mask in distinct(rows, "mask"):
+        cells = [mask]
+        for which in ("forward", "backward"):
+            for row in compared(rows, mask, cp, which)[0]:
+                step, slowest, mean = (
+                    row[f"{which}{part}_us"] for part in ("", "_kernel", "_mean_kernel")
+                )
+                kernels = row[which] * step / mean
+                cells.append(
+                    f"{kernels:.0f}, {percent(1 - mean / slowest)}, {percent(1 - slowest / step)}"
+                )
+        body.append(cells)
+    head = ["mask", "forward, ours", "alike", "backward, ours", "alike"]
+    return [
+        f"What is lost at {cp} ranks: the rate of the kernels alone on the mean rank, the share of the"
+        " slowest rank's kernels that the mean one does not have, and the share of the step that is not"
+        " kernels:",
+        "",
+        *table(head, body),
     ]
 
 
@@ -102,44 +142,48 @@ def beside_published(rows: list[dict]) -> list[str]:
 
 def targets(rows: list[dict]) -> list[list[str]]:
     """What the simulation was to show, and what it shows, of the masks and ranks that are there."""
-    by = {(r["strategy"], r["mask"], r["cp"]): r for r in rows}
+    there = {(r["mask"], r["cp"]) for r in rows}
     wanted = (("varlen_causal", "forward", 500), ("varlen_full", "forward", 550),
               ("varlen_causal", "backward", 430))  # fmt: skip
     body = []
-
-    def best_other(mask: str, cp: int, which: str) -> float:
-        return max(
-            row[which]
-            for (name, *problem), row in by.items()
-            if problem == [mask, cp] and not name.startswith(OURS)
-        )
-
     for mask, which, rate in wanted:
-        if row := by.get((OURS, mask, 64)):
-            body.append([f"{mask} {which} at 64 ranks: {rate} TFLOP/s", f"{row[which]:.0f}"])
+        if (mask, 64) in there:
+            ours, _ = compared(rows, mask, 64, which)
+            text = f"{mask} {which} at 64 ranks: {rate} TFLOP/s"
+            body.append([text, *(f"{row[which]:.0f}" for row in ours)])
     for mask in ("full", "causal"):
         for which in ("forward", "backward"):
-            if (row := by.get((OURS, mask, 64))) and f"{which}_kernel_us" in row:
-                share = row[f"{which}_kernel_us"] / row[f"{which}_us"]
-                body.append(
-                    [f"{mask} {which} at 64 ranks: 0.97 of its kernels alone", f"{share:.3f}"]
-                )
-    for title, regular, least, ranks in (
+            if (mask, 64) in there:
+                ours, _ = compared(rows, mask, 64, which)
+                shares = [row[f"{which}_kernel_us"] / row[f"{which}_us"] for row in ours]
+                text = f"{mask} {which} at 64 ranks: 0.97 of its kernels alone"
+                body.append([text, *(f"{share:.3f}" for share in shares)])
+    for text, regular, least, ranks in (
         ("irregular masks at 32 and 64 ranks: 1.3 times the best other", False, 1.3, (32, 64)),
         ("full and causal: never behind", True, 1.0, tuple(distinct(rows, "cp"))),
     ):
-        ratios = {
-            (mask, cp, which): by[OURS, mask, cp][which] / best_other(mask, cp, which)
-            for (name, mask, cp) in by
-            if name == OURS and (mask in ("full", "causal")) == regular and cp in ranks
-            for which in ("forward", "backward")
-        }
-        if ratios:
-            reached = sum(ratio >= least for ratio in ratios.values())
-            worst = min(ratios, key=ratios.__getitem__)
-            text = f"{reached} of {len(ratios)} cells; least {ratios[worst]:.2f}"
-            body.append([title, f"{text} ({worst[0]}, {worst[1]} ranks, {worst[2]})"])
+        problems = [p for p in there if (p[0] in ("full", "causal")) == regular and p[1] in ranks]
+        if problems:
+            body.append([text, *_reached(rows, sorted(problems), least)])
     return body
+
+
+def _reached(rows: list[dict], problems: list[tuple[str, int]], least: float) -> list[str]:
+    """How many cells reach a ratio to the best other, and the least of them, by way of ours."""
+    cells = []
+    for way in range(2):
+        ratios = {}
+        for mask, cp in problems:
+            for which in ("forward", "backward"):
+                ours, best = compared(rows, mask, cp, which)
+                if way < len(ours):
+                    ratios[mask, cp, which] = ours[way][which] / best[which]
+        if ratios:
+            worst = min(ratios, key=ratios.__getitem__)
+            reached = sum(ratio >= least for ratio in ratios.values())
+            place = f"({worst[0]}, {worst[1]} ranks, {worst[2]})"
+            cells.append(f"{reached} of {len(ratios)} cells; least {ratios[worst]:.2f} {place}")
+    return cells
 
 
 def check(stored: dict) -> list[str]:

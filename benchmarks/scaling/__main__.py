@@ -54,7 +54,8 @@ def main() -> None:
         )
     time.add_argument("--budget-s", type=float, default=180.0)
     time.add_argument("--out", type=pathlib.Path, default=KERNELS)
-    for command in (prepare, simulate):
+    for command in (prepare, time, simulate):
+        command.add_argument("--works", type=pathlib.Path, help="file that keeps plans and layouts")
         command.add_argument("--kernels", type=pathlib.Path, nargs="+", default=[KERNELS])
     simulate.add_argument("--out", type=pathlib.Path, default=RESULTS / "scaling.json")
     simulate.add_argument("--pictures", type=pathlib.Path, default=ROOT / "docs" / "pictures")

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import pickle
 import time
 
 import numpy as np
@@ -11,14 +12,14 @@ from scaling.fit import Fit, features, first_fit, fit
 from scaling.machine import Machine, Times
 from scaling.measure import SLOW, call_seconds, time_orders
 from scaling.model import step_us
-from scaling.orders import Order, Works, choose, load_orders, predict, save_orders
+from scaling.orders import Order, Posed, choose, load_orders, predict, save_orders
 from scaling.work import (
+    ALIKE,
     FLOPS_PER_PAIR,
     HEAD_DIM,
     NUM_HEADS,
     OURS,
     Piece,
-    Problem,
     Work,
     make_work,
     problems,
@@ -26,19 +27,23 @@ from scaling.work import (
 )
 
 
-def all_work(args) -> tuple[Works, dict[str, Piece], dict[tuple[int, str], Problem]]:
-    """Works of all problems and strategies, their pieces, and the problems."""
-    works: Works = {}
-    pieces: dict[str, Piece] = {}
-    posed = {}
+def all_work(args) -> Posed:
+    """Works of all problems and strategies; from a file where one is named and there."""
+    if args.works and args.works.exists():
+        return pickle.loads(args.works.read_bytes())
+    posed = Posed({}, {}, {})
     for cp in args.cp:
         started = time.perf_counter()
         for mask, problem in problems(cp, args.tokens_per_rank, args.masks).items():
-            posed[cp, mask] = problem
+            posed.areas[cp, mask] = problem.mask.area
             for name in strategy_names(problem, cp):
-                works[cp, mask, name] = make_work(name, problem, cp, pieces)
-        print(f"cp {cp}: {time.perf_counter() - started:.0f} s, {len(pieces)} pieces", flush=True)
-    return works, pieces, posed
+                posed.works[cp, mask, name] = make_work(name, problem, cp, posed.pieces)
+        used = time.perf_counter() - started
+        print(f"cp {cp}: {used:.0f} s, {len(posed.pieces)} pieces", flush=True)
+    if args.works:
+        args.works.parent.mkdir(parents=True, exist_ok=True)
+        args.works.write_bytes(pickle.dumps(posed))
+    return posed
 
 
 def prepare(args) -> dict[str, Order]:
@@ -84,18 +89,23 @@ def time_on_gpu(args) -> None:
 def simulate(args) -> None:
     """Rates of all strategies from the kernel times, as JSON and as pictures."""
     sources, timed = read_times(args.kernels)
-    works, pieces, posed = all_work(args)
+    works, pieces, areas = all_work(args)
     fitted = fit_to(timed, pieces)
     machine = Machine()
     rows = []
     for (cp, mask, name), work in works.items():
-        times, measured = kernel_times(work, pieces, timed, fitted)
-        row = {"cp": cp, "mask": mask, "strategy": name, "measured": round(measured, 3)}
+        times, timed_us = kernel_times(work, pieces, timed, fitted)
+        row: dict = {"cp": cp, "mask": mask, "strategy": name}
         for which, step in step_us(name, work, times, cp, machine).items():
-            flops = FLOPS_PER_PAIR[which] * posed[cp, mask].mask.area * NUM_HEADS * HEAD_DIM
+            flops = FLOPS_PER_PAIR[which] * areas[cp, mask] * NUM_HEADS * HEAD_DIM
+            kernels = times.kernel_us(which)
+            slowest = kernels.argmax()
             row[which] = round(flops / cp / step / 1e6, 1)
             row[f"{which}_us"] = round(step, 1)
-            row[f"{which}_kernel_us"] = round(float(times.kernel_us(which).max()), 1)
+            row[f"{which}_kernel_us"] = round(float(kernels[slowest]), 1)
+            row[f"{which}_mean_kernel_us"] = round(float(kernels.mean()), 1)
+            share = timed_us.kernel_us(which)[slowest] / max(kernels[slowest], 1e-9)
+            row[f"{which}_timed"] = round(float(share), 3)
         rows.append(row)
     content = {
         "what": "simulated TFLOP/s per GPU; kernels timed on one GPU, transfers modelled",
@@ -140,30 +150,23 @@ def fit_to(timed: dict[str, dict], pieces: dict[str, Piece]) -> Fit:
 
 def kernel_times(
     work: Work, pieces: dict[str, Piece], timed: dict[str, dict], fitted: Fit
-) -> tuple[Times, float]:
-    """Times of all calls of a work, and the share of their sum that was measured."""
-    measured_us = total_us = 0.0
+) -> tuple[Times, Times]:
+    """Times of all calls of a work, and the same with zeros for what the fit gave."""
 
     def times_of(calls: np.ndarray, which: str) -> np.ndarray:
-        nonlocal measured_us, total_us
         names, place = np.unique(calls, return_inverse=True)
-        is_timed = np.array([which in timed.get(key, {}) for key in names])
-        us = np.zeros(len(names))
+        us = np.zeros((2, len(names)))
         for index, key in enumerate(names):
-            if is_timed[index]:
-                us[index] = timed[key][which]
+            if which in timed.get(key, {}):
+                us[:, index] = timed[key][which]
             elif key:
-                us[index] = fitted.microseconds(features(pieces[key]), which)
-        found = us[place].reshape(calls.shape)
-        total_us += found.sum()
-        measured_us += found[is_timed[place].reshape(calls.shape)].sum()
-        return found
+                us[0, index] = fitted.microseconds(features(pieces[key]), which)
+        return us[:, place].reshape(2, *calls.shape)
 
-    times = Times(times_of(work.calls, "forward"), times_of(work.backward_calls, "backward"))
+    every = [times_of(work.calls, "forward"), times_of(work.backward_calls, "backward")]
     if work.travel_calls is not None:
-        travel = [times_of(work.travel_calls, which) for which in FLOPS_PER_PAIR]
-        times = times._replace(travel_forward=travel[0], travel_backward=travel[1])
-    return times, measured_us / max(total_us, 1e-9)
+        every += [times_of(work.travel_calls, which) for which in FLOPS_PER_PAIR]
+    return Times(*(us[0] for us in every)), Times(*(us[1] for us in every))
 
 
 def print_table(rows: list[dict]) -> None:
@@ -175,6 +178,6 @@ def print_table(rows: list[dict]) -> None:
             for which in ("forward", "backward"):
                 others = {name: r[which] for name, r in here.items() if not name.startswith(OURS)}
                 best = max(others, key=others.__getitem__)
-                ours = here[OURS][which]
-                cells.append(f"{ours:4.0f}/{others[best]:4.0f} {best[:16]:16}")
+                ours = "/".join(f"{here[name][which]:4.0f}" for name in (OURS, ALIKE))
+                cells.append(f"{ours}/{others[best]:4.0f} {best[:16]:16}")
         print(f"{mask:20} " + " ".join(cells), flush=True)

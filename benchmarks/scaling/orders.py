@@ -10,6 +10,21 @@ from scaling.work import FLOPS_PER_PAIR, OURS, Piece, Work
 
 Works = dict[tuple[int, str, str], Work]  # by ranks, mask and strategy
 
+
+class Posed(NamedTuple):
+    """All that is to be compared.
+
+    Attributes:
+        works: by ranks, mask and strategy.
+        pieces: of all works, by name.
+        areas: visible pairs, by ranks and mask.
+    """
+
+    works: Works
+    pieces: dict[str, Piece]
+    areas: dict[tuple[int, str], int]
+
+
 CLOSE, WORTH_A_LOOK = 0.9, 0.7  # of the best other strategy's rate
 NEAR = 0.9  # of the kernel time of the slowest rank: who is above by the fit may be the slowest
 MOST_US = 3e6  # of calls of one strategy on one problem, past the first ranks

@@ -3,7 +3,7 @@
 import pathlib
 
 from scaling.published import PUBLISHED, PUBLISHED_RANKS
-from scaling.work import OURS
+from scaling.work import ALIKE, OURS
 
 
 def draw(rows: list[dict], folder: pathlib.Path) -> None:
@@ -15,7 +15,7 @@ def draw(rows: list[dict], folder: pathlib.Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     masks = list(dict.fromkeys(row["mask"] for row in rows))
-    names = [OURS, *dict.fromkeys(r["strategy"] for r in rows if r["strategy"] != OURS)]
+    names = dict.fromkeys([OURS, ALIKE, *(row["strategy"] for row in rows)])
     colours = dict(zip(names, pyplot.get_cmap("tab20").colors, strict=False))
     for which in ("forward", "backward"):
         columns = min(4, len(masks))
@@ -49,7 +49,7 @@ def _panel(axis, rows: list[dict], mask: str, which: str, colours: dict) -> None
         rates = {row["cp"]: row[which] for row in rows if row["strategy"] == name}
         axis.plot(
             list(rates), list(rates.values()), marker="o", markersize=3, label=name,
-            color=colours[name], linewidth=2.5 if name == OURS else 1.2,
+            color=colours[name], linewidth=2.5 if name.startswith(OURS) else 1.2,
         )  # fmt: skip
     published = PUBLISHED.get((mask, which), {})
     for shade, (name, rates) in enumerate(published.items()):

@@ -39,9 +39,12 @@ def test_losses_are_listed(tmp_path):
 
 
 def test_scaling_lists_strategies_that_are_ahead():
+    us = {"us": 10.0, "kernel_us": 9.0, "mean_kernel_us": 8.0, "timed": 1.0}
+    details = {f"{which}_{key}": x for which in ("forward", "backward") for key, x in us.items()}
+    rates = {"magi_jax": (600, 500), "magi_jax_alike": (620, 500), "ulysses": (610, 400)}
     rows = [
-        {"cp": 8, "mask": "full", "strategy": name, "forward": f, "backward": b, "measured": 0.5}
-        for name, f, b in (("magi_jax", 600, 500), ("ulysses", 610, 400), ("ring_zigzag", 1, 1))
+        {"cp": 8, "mask": "full", "strategy": name, "forward": f, "backward": b, **details}
+        for name, (f, b) in rates.items()
     ]
     stored = {
         "machine": {"near": 450e3, "far": 50e3, "node": 8, "near_latency_us": 1,
@@ -50,7 +53,11 @@ def test_scaling_lists_strategies_that_are_ahead():
         "kernels": [PROVENANCE], "timed_pieces": 1, "pieces": 2, "rows": rows,
     }  # fmt: skip
     lines = report_scaling.scaling(stored)
-    assert "- full, 8 ranks, forward: ulysses (0.98)" in lines
+    assert "- full, 8 ranks, forward: ulysses (0.98, 1.02)" in lines
+    assert "| full | 600, 620 / 610 (ulysses) 0.98, 1.02 |" in lines
+    assert (
+        "| full | 750, 11 %, 10 % | 775, 11 %, 10 % | 625, 11 %, 10 % | 625, 11 %, 10 % |" in lines
+    )
     assert not any("full, 8 ranks, backward" in line for line in lines)
 
 
@@ -62,7 +69,7 @@ def test_the_models_errors_are_summed_up():
     lines = report_scaling.check({"rows": rows})
     assert "forward 2 % in the median and 5 % at most" in lines[0]
     assert "backward 10 % in the median and 20 % at most" in lines[0]
-    assert "| full | 8 | 2 | native | 600 | +1.0 % | 500 | -20.0 % |" in lines
+    assert "| full | 8 | 2 | native | chosen |  | 600 | +1.0 % | 500 | -20.0 % |" in lines
 
 
 def test_what_sanitizers_report_is_counted_over_problems():

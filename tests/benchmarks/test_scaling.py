@@ -110,9 +110,11 @@ def test_times_are_measured_where_they_are_known(problem):
     work = make_work("allgather_zigzag", problem, RANKS, pieces)
     first = work.calls[0, 0]
     timed = {first: {"forward": 123.0}}
-    times, share = commands.kernel_times(work, pieces, timed, fit.first_fit())
-    assert times.forward[0, 0] == 123.0
-    assert 0 < share < 1
+    times, measured = commands.kernel_times(work, pieces, timed, fit.first_fit())
+    assert times.forward[0, 0] == measured.forward[0, 0] == 123.0
+    others = work.calls != first
+    assert not measured.forward[others].any()
+    assert times.forward[others & (work.calls != "")].all()
 
 
 @pytest.mark.parametrize("ranks", [8, 32])
