@@ -151,7 +151,7 @@ def _walk(
     tile_end = jnp.minimum(tile_begin + tile_size, rows.length)
     # Row blocks that a tile can touch: [M, D], those past its end are repeated and do not count.
     depth = min(_most_met(tile_size, rows.block), rows.num_blocks)
-    block = tile_begin[:, None] // rows.block + jnp.arange(depth)
+    block = tile_begin[:, None] // rows.block + jnp.arange(depth)[None]
     touches = block * rows.block < tile_end[:, None]
     block = jnp.minimum(block, rows.num_blocks - 1)
     begin = jnp.broadcast_to(columns.starts(), (num_tiles, columns.num_blocks))
@@ -165,9 +165,9 @@ def _walk(
     whole = jnp.all(seen | ~touches[:, :, None], axis=1) & any_row
     # Where the diagonal passes, some row of the tile lacks a column.
     if cut[0]:
-        whole &= columns.ends() - 1 <= tile_begin[:, None]
+        whole &= columns.ends()[None] - 1 <= tile_begin[:, None]
     if cut[1]:
-        whole &= columns.starts() >= tile_end[:, None] - 1
+        whole &= columns.starts()[None] >= tile_end[:, None] - 1
     # A row block of a visible pair meets so many tiles.
     tiles_of_block = min(_most_met(rows.block, tile_size), num_tiles)
     num_ids = min(capacity * tiles_of_block, num_tiles * depth * columns.num_blocks)
@@ -214,8 +214,8 @@ def _runs(
     head = jnp.nonzero(first.ravel(), size=num_runs, fill_value=0)[0]
     tail = jnp.nonzero(last.ravel(), size=num_runs, fill_value=0)[0]
     # The longest stretch of columns that all rows see, of each run, by where it ends.
-    broken = jax.lax.cummax(jnp.where(whole, -1, column), axis=1)
-    length = jnp.where(whole, column - broken, 0)
+    broken = jax.lax.cummax(jnp.where(whole, -1, column[None]), axis=1)
+    length = jnp.where(whole, column[None] - broken, 0)
     run = jnp.cumsum(first.ravel()) - 1
     best = jnp.zeros(num_runs, jnp.int32).at[run].max(length.ravel(), mode="drop")
     is_best = whole.ravel() & (length.ravel() == best[jnp.clip(run, 0, num_runs - 1)])

@@ -51,7 +51,7 @@ def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Arr
         ``out`` and ``lse``; rows that see no key have ``out = 0`` and the logsumexp of their sinks.
     """
     sinks = sinks.astype(jnp.float32).reshape(-1, sinks.shape[-1])
-    total = jnp.logaddexp(lse, jax.nn.logsumexp(sinks, axis=0))
+    total = jnp.logaddexp(lse, jax.nn.logsumexp(sinks, axis=0, keepdims=True))
     kept = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(lse - total))
     return out * kept[..., None], total
 
@@ -70,5 +70,5 @@ def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Ar
         delta: ``[T, N]``, ``sum(dout * out) - dlse`` of the result.
     """
     logits = sinks.astype(jnp.float32).reshape(-1, 1, sinks.shape[-1])
-    share = jnp.where(logits == -jnp.inf, 0.0, jnp.exp(logits - lse))
-    return -jnp.sum(share * delta, axis=1).reshape(sinks.shape)
+    share = jnp.where(logits == -jnp.inf, 0.0, jnp.exp(logits - lse[None]))
+    return -jnp.sum(share * delta[None], axis=1).reshape(sinks.shape)

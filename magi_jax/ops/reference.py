@@ -97,7 +97,7 @@ class ReferenceImplementation(base.Implementation):
         x = _logits(q, k, v, table, scale, logits_soft_cap)
         dout = dout.astype(jnp.float32)
         lse, delta = lse.T[..., None], delta.T[..., None]
-        seen = x.visible & (lse > -jnp.inf)
+        seen = x.visible[None] & (lse > -jnp.inf)
         weights = jnp.where(seen, jnp.exp(x.capped - lse), 0.0)
         dlogits = weights * (_product("tnh,snh->nts", dout, x.v) - delta)
         if logits_soft_cap:
@@ -164,7 +164,9 @@ def _seen_product(
     """
     finite = jnp.isfinite(rows)
     product = _product(expression, weights, jnp.where(finite, rows, 0.0))
-    bad = _product(expression.replace("nts", "ts"), seen.astype(jnp.float32), 1.0 - finite)
+    bad = _product(
+        expression.replace("nts", "ts"), seen.astype(jnp.float32), (~finite).astype(jnp.float32)
+    )
     return jnp.where(bad > 0.0, jnp.nan, product)
 
 

@@ -28,7 +28,7 @@ def repeat_table(table: SliceTable, count: int) -> SliceTable:
     offset = offset.at[bands.K_START : bands.D_MIN].set(table.k_len)
     offset = offset.at[bands.D_MIN :].set(table.k_len - table.q_len)
     return SliceTable(
-        slices=(slices + place * offset).reshape(-1, bands.NUM_COLUMNS),
+        slices=(slices[None] + place * offset[None, None]).reshape(-1, bands.NUM_COLUMNS),
         by_query=_repeat_walk(table.by_query, count, len(slices), table.k_len),
         by_key=_repeat_walk(table.by_key, count, len(slices), table.q_len),
         q_len=count * table.q_len,
@@ -50,12 +50,12 @@ def _repeat_walk(walk: TileRuns, count: int, num_slices: int, walk_len: int) -> 
     columns = jnp.arange(runs.shape[1])
     step = jnp.where(columns <= FULL_END, walk_len, 0)
     step = jnp.where((columns == IDS_BEGIN) | (columns == IDS_END), num_ids, step)
-    all_runs = runs[entry] + place[:, None] * step
+    all_runs = runs[entry] + place[:, None] * step[None]
 
     of, entry = jnp.divmod(jnp.arange(count * len(ids)), jnp.maximum(num_ids, 1))
     all_ids = ids[entry] + jnp.minimum(of, count - 1) * num_slices
-    starts = ptr[:-1] + jnp.arange(count)[:, None] * num_runs
+    starts = ptr[None, :-1] + jnp.arange(count)[:, None] * num_runs
     all_ptr = jnp.append(starts.ravel(), count * num_runs)
-    all_order: Any = (order[:, None] + jnp.arange(count) * num_tiles).ravel()
+    all_order: Any = (order[:, None] + jnp.arange(count)[None] * num_tiles).ravel()
     parts: Any = (x.astype(jnp.int32) for x in (all_ptr, all_runs, all_ids, all_order))
     return TileRuns(*parts)
