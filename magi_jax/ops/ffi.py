@@ -13,7 +13,7 @@ import jaxlib
 import magi_jax
 
 # Number of the contract with the compiled module; kInterface in xla_ffi/common/registration.h.
-INTERFACE = 2
+INTERFACE = 3
 
 
 def check_interface(found: int | None, path: str | None) -> None:

@@ -67,10 +67,11 @@ class Stages:
         of_visitors: list[jax.Array] = []  # their largest logits
         visitors = travel.send((q,)) if travel else ()
         table = behind(remote.behind_start(plan.calc[0]), of_late_keys)
-        # Nothing is merged into what is the only result.
-        is_final = not plan.comm and travel is None and sinks is None
-        out_dtype = q.dtype if is_final else jnp.float32
-        out, lse, *row_max = attend(q, k, v, table, out_dtype=out_dtype, **options)
+        # Results are float32 until the last call but late queries, which merge with none of theirs.
+        last = len(plan.comm)
+        ends = travel is None and sinks is None
+        dtypes = [jnp.float32] * last + [q.dtype if ends else jnp.float32]
+        out, lse, *row_max = attend(q, k, v, table, out_dtype=dtypes[0], **options)
         if travel:
             visitors, (out, lse) = barrier(visitors, (out, lse))
             attend_visitors = functools.partial(attend, **options)
@@ -80,7 +81,8 @@ class Stages:
             keys_values, merged = remote.take(stage, (out, lse))
             table = remote.behind_start(table)
             kept.append(keys_values)
-            out, lse, *more = attend(q, *keys_values, table, accumulate=merged, **options)
+            added = {"accumulate": merged, "out_dtype": dtypes[stage + 1]}
+            out, lse, *more = attend(q, *keys_values, table, **added, **options)
             row_max = list(map(jnp.maximum, row_max, more))
         if late:
             keys_values, merged = late.take(of_late_keys, (out, lse))

@@ -165,7 +165,8 @@ void RunProblem(const std::string& path, std::istream* file, std::ostream* resul
   forward.lse = lse.as<float>();
   forward.row_max = row_max.as<float>();
   forward.out_dtype = header.partial_dtype;
-  forward.accumulate = merge;
+  forward.earlier = merge ? out.as<void>() : nullptr;
+  forward.earlier_dtype = header.partial_dtype;
   RunForward(path, forward);
   Check(cudaDeviceSynchronize(), "forward");
   for (const Memory* result : {&out, &lse, &row_max}) result->WriteTo(results);

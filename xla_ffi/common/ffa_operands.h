@@ -56,17 +56,17 @@ struct ForwardResults {
 ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                          const Attributes& attributes, const ForwardResults& results,
                          ForwardParams* params);
-// The results of other calls that a decoded forward call adds to; sets `accumulate`. Bringing them
-// into the results is left to the platform.
-ffi::Error DecodeAccumulate(ffi::AnyBuffer out_in, ffi::AnyBuffer lse_in, ForwardParams* params);
+// The results of other calls that a decoded forward call adds to. Where they have the dtype of
+// `out` they are added to in `out`, into which the platform brings them, as it does lse.
+ffi::Error DecodeEarlier(ffi::AnyBuffer out_in, ffi::AnyBuffer lse_in, ForwardParams* params);
 // The operands of a backward call, and then its results.
 ffi::Error DecodeBackward(ffi::AnyBuffer dout, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                           ffi::AnyBuffer lse, ffi::AnyBuffer delta, const Attributes& attributes,
                           BackwardParams* params);
 ffi::Error DecodeGradients(ffi::AnyBuffer k, ffi::AnyBuffer dq, ffi::AnyBuffer dk,
                            ffi::AnyBuffer dv, BackwardParams* params);
-// The same of the gradient that dq is added to.
-ffi::Error DecodeAccumulate(ffi::AnyBuffer dq_in, BackwardParams* params);
+// The gradient that dq is added to, likewise.
+ffi::Error DecodeEarlier(ffi::AnyBuffer dq_in, BackwardParams* params);
 
 ffi::Error DecodeSlices(ffi::AnyBuffer buffer, Problem* problem, const Slice** slices);
 // `length` is the number of rows that the tiles cut.

@@ -60,10 +60,11 @@ struct ForwardParams {
   // none; null: not wanted. Never merged into what was there.
   float* row_max;
   DType out_dtype;
-  // Tiles without runs leave `out` and `lse` as they are. What others give is merged into float32
-  // `out` and `lse`; in the type of q there is nothing to merge: their rows have seen no key
-  // before.
-  bool accumulate;
+  // [T, N, Hv] what other calls gave, beside `lse`; null: nothing. Float32 results are merged;
+  // others are `out` itself, for tiles whose rows have seen no key before. Where it is `out`, tiles
+  // without runs are not written.
+  const void* earlier;
+  DType earlier_dtype;  // float32, or that of `out`
 };
 
 struct BackwardParams {

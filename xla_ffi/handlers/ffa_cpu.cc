@@ -111,9 +111,9 @@ ffi::Error ForwardAccumulate(ffi::ThreadPool pool, Operand q, Operand k, Operand
     ForwardParams params = {};
     MAGI_JAX_RETURN_IF_ERROR(DecodeForward(q, k, v, {scale, logits_soft_cap, tile_size},
                                            {*out, *lse, *row_max}, &params));
-    MAGI_JAX_RETURN_IF_ERROR(DecodeAccumulate(out_in, lse_in, &params));
+    MAGI_JAX_RETURN_IF_ERROR(DecodeEarlier(out_in, lse_in, &params));
     MAGI_JAX_RETURN_IF_ERROR(DecodeTable({slices, {"by_query", ptr, runs, ids, order}}, &params));
-    Bring(out_in, *out);
+    if (params.earlier == params.out) Bring(out_in, *out);
     Bring(lse_in, *lse);
     return RunForward(params, pool);
   });
@@ -208,7 +208,7 @@ ffi::Error BackwardAccumulate(ffi::ThreadPool pool, Operand dout, Operand q, Ope
     MAGI_JAX_RETURN_IF_ERROR(DecodeWalk({"by_key", k_ptr, k_runs, k_ids, k_order}, problem.k_len,
                                         problem.q_len, problem, &params.by_key));
     MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(k, *dq, *dk, *dv, &params));
-    MAGI_JAX_RETURN_IF_ERROR(DecodeAccumulate(dq_in, &params));
+    MAGI_JAX_RETURN_IF_ERROR(DecodeEarlier(dq_in, &params));
     Bring(dq_in, *dq);
     return RunBackward(params, pool);
   });

@@ -164,9 +164,10 @@ ffi::Error ForwardAccumulate(cudaStream_t stream, Operand q, Operand k, Operand 
   ForwardParams params = {};
   MAGI_JAX_RETURN_IF_ERROR(
       DecodeForward(q, k, v, {scale, logits_soft_cap, tile_size}, {*out, *lse, *row_max}, &params));
-  MAGI_JAX_RETURN_IF_ERROR(DecodeAccumulate(out_in, lse_in, &params));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeEarlier(out_in, lse_in, &params));
   MAGI_JAX_RETURN_IF_ERROR(DecodeTable(slices, {"by_query", ptr, runs, ids, order}, &params));
-  MAGI_JAX_RETURN_IF_ERROR(Bring(out_in, *out, stream));
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("out_in", params.earlier));
+  if (params.earlier == params.out) MAGI_JAX_RETURN_IF_ERROR(Bring(out_in, *out, stream));
   MAGI_JAX_RETURN_IF_ERROR(Bring(lse_in, *lse, stream));
   return RunForward<Path>(params, scratch, stream);
 }
@@ -217,7 +218,7 @@ ffi::Error BackwardAccumulate(cudaStream_t stream, Operand dout, Operand q, Oper
   MAGI_JAX_RETURN_IF_ERROR(DecodeTileRuns({"by_key", k_ptr, k_runs, k_ids, k_order},
                                           params.problem.k_len, tile_size, &params.by_key));
   MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(k, *dq, *dk, *dv, &params));
-  MAGI_JAX_RETURN_IF_ERROR(DecodeAccumulate(dq_in, &params));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeEarlier(dq_in, &params));
   MAGI_JAX_RETURN_IF_ERROR(Bring(dq_in, *dq, stream));
   return RunBackward<Path>(params, scratch, stream);
 }

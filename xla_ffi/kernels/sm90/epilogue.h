@@ -67,15 +67,15 @@ struct Epilogue {
       results.lse_log2[row] = sum == 0.0f ? -INFINITY : top + Log2(sum);
       const RowPlace place(params, tile, row_in_tile + 8 * row);
       if (place.inside && threadIdx.x % 4 == 0) {
-        if (!params.accumulate) params.lse[place.index] = results.lse_log2[row] * kLn2;
+        if (params.earlier == nullptr) params.lse[place.index] = results.lse_log2[row] * kLn2;
         if (params.row_max != nullptr) params.row_max[place.index] = sum == sum ? top * kLn2 : sum;
       }
     }
     return results;
   }
 
-  // When the last product is done: outputs that hidden values spoiled are made again, and what is
-  // to be float32 is written.
+  // When the last product is done: outputs that hidden values spoiled are made again, what other
+  // calls gave is merged, and what is to be float32 is written.
   static __device__ __forceinline__ void CloseOutputs(const KernelParams& params,
                                                       const TileNote& tile, int row_in_tile,
                                                       float scale_log2, RowResults& results,
@@ -84,25 +84,27 @@ struct Epilogue {
       RowsAgain<Traits>(params, tile, row_in_tile, scale_log2, results.lse_log2).Walk(o);
       results.weights[0] = results.weights[1] = 1.0f / RowsAgain<Traits>::kGain;
     }
-    if (!params.out_is_f32) return;
+    if (params.earlier != nullptr) {
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const RowPlace place(params, tile, row_in_tile + 8 * row);
-      if (params.accumulate) {
-        Merge(params, place.index, place.inside, row, results.weights[row],
-              results.lse_log2[row] * kLn2, o);
-      } else {
+      for (int row = 0; row < 2; ++row) {
+        const RowPlace place(params, tile, row_in_tile + 8 * row);
+        Merge(params, place, row, results.weights[row], results.lse_log2[row] * kLn2, o);
+      }
+    } else if (params.out_is_f32) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const RowPlace place(params, tile, row_in_tile + 8 * row);
         float* out = static_cast<float*>(params.out) + place.index * Traits::kVHeadDim;
         StoreFloats(out, place.inside, row, results.weights[row], o);
       }
     }
   }
 
-  // Writes outputs in the type of the operands.
+  // Writes outputs in the type of the operands, unless they were merged and are written.
   static __device__ __forceinline__ void Store(const KernelParams& params, const TileNote& tile,
                                                int row_in_tile, const RowResults& results,
                                                const float (&o)[kCount]) {
-    if (params.out_is_f32) return;
+    if (params.out_is_f32 || params.earlier != nullptr) return;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const RowPlace place(params, tile, row_in_tile + 8 * row);
@@ -142,17 +144,23 @@ struct Epilogue {
 
   static __device__ __forceinline__ void StoreElements(Element* out, bool inside, int row,
                                                        float weight, const float (&o)[kCount]) {
-    // Neighbours trade words until each has four columns: a quad then fills a sector of 32 bytes.
-    const bool odd = threadIdx.x & 1;
-    uint2* destination = reinterpret_cast<uint2*>(out) + (threadIdx.x % 4 / 2 + (odd ? 2 : 0));
 #pragma unroll
-    for (int group = 0; group < kCount / 8; ++group) {  // 16 columns
+    for (int group = 0; group < kCount / 8; ++group) {
       const int i = 8 * group + 2 * row;
       const uint32_t left = Pack(o[i] * weight, o[i + 1] * weight, Element{});
       const uint32_t right = Pack(o[i + 4] * weight, o[i + 5] * weight, Element{});
-      const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, odd ? left : right, 1);
-      StorePair(destination + 4 * group, odd ? other : left, odd ? right : other, inside);
+      StoreGroup(out, inside, group, left, right);
     }
+  }
+
+  // Writes 16 columns, of which each thread has two of the left half and two of the right.
+  static __device__ __forceinline__ void StoreGroup(Element* out, bool inside, int group,
+                                                    uint32_t left, uint32_t right) {
+    // Neighbours trade words until each has four columns: a quad then fills a sector of 32 bytes.
+    const bool odd = threadIdx.x & 1;
+    uint2* destination = reinterpret_cast<uint2*>(out) + (threadIdx.x % 4 / 2 + (odd ? 2 : 0));
+    const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, odd ? left : right, 1);
+    StorePair(destination + 4 * group, odd ? other : left, odd ? right : other, inside);
   }
 
   static __device__ __forceinline__ void StoreFloats(float* out, bool inside, int row, float weight,
@@ -165,10 +173,11 @@ struct Epilogue {
     }
   }
 
-  // Merges the rows with those already in `out` and `lse`, of other keys.
-  static __device__ __forceinline__ void Merge(const KernelParams& params, int64_t index,
-                                               bool inside, int row, float weight, float lse,
+  // Normalises a row, merges it with that of other keys, and writes it.
+  static __device__ __forceinline__ void Merge(const KernelParams& params, const RowPlace& place,
+                                               int row, float weight, float lse,
                                                const float (&o)[kCount]) {
+    const auto& [index, inside] = place;
     const float earlier_lse = inside ? params.lse[index] : -INFINITY;
     __syncwarp();  // every thread of the quad has read lse before one of them overwrites it
     const float top = fmaxf(earlier_lse, lse);
@@ -181,16 +190,30 @@ struct Epilogue {
     const float earlier_weight = earlier_share * inverse;
     if (inside && threadIdx.x % 4 == 0)
       params.lse[index] = total == 0.0f ? -INFINITY : base + Log2(total) * kLn2;
-    float2* destination =
-        reinterpret_cast<float2*>(static_cast<float*>(params.out) + index * Traits::kVHeadDim) +
+    const float2* const source =
+        reinterpret_cast<const float2*>(params.earlier + index * Traits::kVHeadDim) +
         threadIdx.x % 4;
-#pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
+    const auto merged = [&](int j) {  // of columns 8 * j and on
       const int i = 4 * j + 2 * row;
-      if (inside) {
-        const float2 earlier = destination[4 * j];
-        destination[4 * j] = make_float2(fmaf(earlier.x, earlier_weight, o[i] * weight),
-                                         fmaf(earlier.y, earlier_weight, o[i + 1] * weight));
+      const float2 earlier = inside ? source[4 * j] : float2{};
+      return make_float2(fmaf(earlier.x, earlier_weight, o[i] * weight),
+                         fmaf(earlier.y, earlier_weight, o[i + 1] * weight));
+    };
+    if (params.out_is_f32) {
+      auto* const out = static_cast<float*>(params.out) + index * Traits::kVHeadDim;
+      float2* const destination = reinterpret_cast<float2*>(out) + threadIdx.x % 4;
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+        const float2 columns = merged(j);
+        if (inside) destination[4 * j] = columns;
+      }
+    } else {
+      auto* const out = static_cast<Element*>(params.out) + index * Traits::kVHeadDim;
+#pragma unroll
+      for (int group = 0; group < kCount / 8; ++group) {
+        const float2 left = merged(2 * group), right = merged(2 * group + 1);
+        StoreGroup(out, inside, group, Pack(left.x, left.y, Element{}),
+                   Pack(right.x, right.y, Element{}));
       }
     }
   }

@@ -71,6 +71,11 @@ __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Brings memory to L2; address and bytes are multiples of 16.
+__device__ __forceinline__ void PrefetchBulk(const void* memory, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(memory), "r"(bytes) : "memory");
+}
+
 // Copies one box to shared memory; its bytes count towards the current phase of `barrier`.
 __device__ __forceinline__ void CopyBox(void* destination, const CUtensorMap* map,
                                         uint64_t* barrier, int column, int head, int row,

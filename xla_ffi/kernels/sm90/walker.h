@@ -12,7 +12,9 @@
 #include <climits>
 
 #include "xla_ffi/kernels/sm90/kernel_params.h"
+#include "xla_ffi/kernels/sm90/softmax.h"
 #include "xla_ffi/kernels/sm90/tile_scheduler.h"
+#include "xla_ffi/kernels/sm90/tma.h"
 
 namespace magi_jax::sm90 {
 
@@ -78,6 +80,7 @@ struct Walker {
 
   __device__ void WalkTile() {
     has_note = false;
+    if (params.earlier != nullptr) PrefetchEarlier();
     const int first_run = max(params.by_query.ptr[tile.table_tile], 0);
     const int end_run = min(params.by_query.ptr[tile.table_tile + 1], params.by_query.num_runs);
     for (int r = first_run; r < end_run; ++r) WalkRun(params.by_query.runs[r]);
@@ -168,6 +171,15 @@ struct Walker {
     ++blocks;
   }
 
+  // What the tile will be merged with, to L2: by its end nobody should wait for memory.
+  __device__ __forceinline__ void PrefetchEarlier() const {
+    const uint32_t bytes = Traits::kVHeadDim * sizeof(float) << params.pack_log2;
+    for (int row = tile.token + lane; row <= last_token; row += 32) {
+      const int64_t index = static_cast<int64_t>(row) * params.num_heads + tile.head;
+      PrefetchBulk(params.earlier + index * Traits::kVHeadDim, bytes);
+    }
+  }
+
   // Rows that see no key at all: out = 0, lse = -inf, or what was there before.
   __device__ void WriteEmptyTile() {
     const int pack = 1 << params.pack_log2;
@@ -178,10 +190,27 @@ struct Walker {
       const int64_t index = static_cast<int64_t>(row) * params.num_heads + tile.head;
       if (params.row_max != nullptr && lane < pack) params.row_max[index + lane] = -INFINITY;
       if (params.keeps_empty) continue;
+      if (params.earlier != nullptr) {
+        ConvertRow(index);
+        continue;
+      }
       uint4* out = static_cast<uint4*>(params.out) + static_cast<int64_t>(row) * row_words +
                    words / pack * tile.head;
       for (int i = lane; i < words; i += 32) out[i] = make_uint4(0, 0, 0, 0);
       if (lane < pack) params.lse[index + lane] = -INFINITY;
+    }
+  }
+
+  // Brings the heads of a token that see no key here to the type of `out`; their lse stays.
+  __device__ __forceinline__ void ConvertRow(int64_t index) const {
+    using Element = typename Traits::Element;
+    const int64_t at = index * Traits::kVHeadDim;
+    const auto* from = reinterpret_cast<const float4*>(params.earlier + at);
+    auto* to = reinterpret_cast<uint2*>(static_cast<Element*>(params.out) + at);
+    const int words = Traits::kVHeadDim / 4 << params.pack_log2;
+    for (int i = lane; i < words; i += 32) {
+      const float4 x = from[i];
+      to[i] = make_uint2(Pack(x.x, x.y, Element{}), Pack(x.z, x.w, Element{}));
     }
   }
 };
