@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <numeric>
+#include <tuple>
 #include <vector>
 
 #include "xla_ffi/solver/arrays.h"
+#include "xla_ffi/solver/runs.h"
 #include "xla_ffi/solver/tile_runs.h"
 #include "xla_ffi/solver/transfer.h"
 #include "xla_ffi/solver/units.h"
@@ -75,6 +77,42 @@ py::tuple RunUnitNeeds(const Ints& slices, const Ints& edges) {
       FindNeeds(RowsOf<BandSlice>(slices), slices.size() / 6, edges.data(), edges.size() - 1);
   return py::make_tuple(Column(needs.area), Column(needs.rows), Column(needs.span_ptr),
                         Column(needs.reader), Table(needs.spans), Column(needs.total_rows));
+}
+
+// Rows of the dense pile that ranks have together [R + 1]: see runs.h. `rows` is [4, P], a pile
+// (first [D + 1], area [D + 1], begin [D], end [D], folded [D]).
+using PileColumns = std::tuple<Ints, Ints, Ints, Ints, Ints>;
+
+Pile PileOf(const PileColumns& columns, int64_t num_rows) {
+  const auto& [first, area, begin, end, folded] = columns;
+  const int64_t n = begin.size();
+  Require(first.size() == n + 1 && area.size() == n + 1 && end.size() == n && folded.size() == n,
+          "columns of a pile do not fit together");
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t size = first.data()[i + 1] - first.data()[i];
+    Require(size > 0 && begin.data()[i] >= 0 && end.data()[i] - begin.data()[i] == size &&
+                end.data()[i] <= num_rows,
+            "a document lies outside of the sequence");
+  }
+  Require(first.data()[0] == 0, "a pile begins at row 0");
+  return {first.data(), area.data(), begin.data(), end.data(), folded.data(), n};
+}
+
+Ints RunDealRuns(const Ints& rows, const PileColumns& dense, const PileColumns& light,
+                 const Ints& tokens) {
+  Require(rows.ndim() == 2 && rows.shape(0) == 4 && rows.shape(1) > 0 && rows.data()[0] == 0 &&
+              std::is_sorted(rows.data(), rows.data() + rows.shape(1)),
+          "rows [4, P] must begin at 0 and rise");
+  const int64_t points = rows.shape(1);
+  const RowAreas areas = {rows.data(), rows.data() + points, rows.data() + 2 * points,
+                          rows.data() + 3 * points, points};
+  const int64_t num_rows = rows.data()[points - 1];
+  const Pile first = PileOf(dense, num_rows), second = PileOf(light, num_rows);
+  Require(tokens.size() > 0 && tokens.data()[0] == 0 &&
+              std::is_sorted(tokens.data(), tokens.data() + tokens.size()) &&
+              tokens.data()[tokens.size() - 1] == first.num_rows() + second.num_rows(),
+          "tokens of ranks must add up to those of the piles");
+  return Column(DealRuns(areas, first, second, tokens.data(), tokens.size() - 1));
 }
 
 // Rows [N, W] of rising parts [N], padded to `size` rows or the longest part with `fill` [W]:
@@ -174,6 +212,7 @@ void BindTables(py::module_& m) {
   m.def("walk_tiles", &RunWalkTiles);
   m.def("areas", &RunAreas);
   m.def("unit_needs", &RunUnitNeeds);
+  m.def("deal_runs", &RunDealRuns);
   m.def("split_by_part", &RunSplitByPart);
   m.def("write_ranges", &RunWriteRanges, py::arg("table").noconvert(), py::arg("rank"),
         py::arg("at"), py::arg("count"), py::arg("first"));

@@ -19,6 +19,11 @@ namespace magi_jax::solver {
 namespace {
 
 namespace py = pybind11;
+
+// Number of the contract with magi_jax.solver; INTERFACE in magi_jax/solver/engine.py. Raise both
+// when a function of this module changes its arguments, its results or what they mean.
+constexpr int kInterface = 2;
+
 template <typename T>
 using Array = py::array_t<T, py::array::c_style>;
 
@@ -123,6 +128,7 @@ class PlacementProblem {
 
 PYBIND11_MODULE(_planner, m) {
   m.doc() = "Compiled parts of magi_jax.solver: placing units on ranks, and the tables of a plan.";
+  m.attr("interface") = kInterface;
   BindTables(m);
   BindStages(m);
   py::class_<PlacementProblem>(m, "PlacementProblem")

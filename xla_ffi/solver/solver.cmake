@@ -11,6 +11,7 @@ pybind11_add_module(_planner NO_EXTRAS
   xla_ffi/solver/node_stages.cc
   xla_ffi/solver/placement.cc
   xla_ffi/solver/refine.cc
+  xla_ffi/solver/runs.cc
   xla_ffi/solver/stage_times.cc
   xla_ffi/solver/tile_runs.cc
   xla_ffi/solver/transfer.cc

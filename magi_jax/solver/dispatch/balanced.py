@@ -15,8 +15,9 @@ import numpy as np
 from magi_jax.solver.dispatch.numpy_placement import NumpyPlacement
 from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem
 from magi_jax.solver.dispatch.regular import contiguous, zigzag
+from magi_jax.solver.dispatch.runs import ALL_ORDERS, runs
 from magi_jax.solver.dispatch.starts import GREEDY, Site, dealt, greedy_starts, node_first_starts
-from magi_jax.solver.dispatch.units import COARSE_SHARE, FINENESS, Units, make_units
+from magi_jax.solver.dispatch.units import COARSE_SHARE, FINENESS, Units, fixed_units, make_units
 from magi_jax.solver.engine import check_engine, compiled
 
 # Area of a rank over the mean beyond which chunks are split more finely.
@@ -69,6 +70,8 @@ class Effort(NamedTuple):
             later.
         finish: further rounds of the best that was found.
         overload_cost: how steeply imbalance beyond the limit raises the cost of a placement.
+        hope: a search starts where its best starting point costs less than so many times what is known.
+        run_orders: orders of the piles of `runs.runs` that are tried.
     """
 
     passes: tuple[int, ...]
@@ -83,6 +86,8 @@ class Effort(NamedTuple):
     rounds: tuple[Round, ...]
     finish: tuple[Round, ...]
     overload_cost: float
+    hope: float
+    run_orders: tuple[tuple[str, str], ...]
 
 
 EFFORTS = MappingProxyType(
@@ -90,13 +95,15 @@ EFFORTS = MappingProxyType(
         "fast": Effort(
             passes=(0, 1, 4), node_first=False, probe=400, probe_temperature=0.0, searches=1,
             work=200_000, area_limit=AREA_LIMIT, node_weight=1.5, period=8,
-            rounds=(Round(1.02, 0.5, 0.1), Round(1.01, 0.5, 0.03)), finish=(), overload_cost=200.0,
+            rounds=(Round(1.02, 0.5, 0.1), Round(1.01, 0.5, 0.03)), finish=(), overload_cost=200.0, hope=1.25,
+            run_orders=ALL_ORDERS[-2:-1],
         ),
         "high": Effort(
             passes=tuple(range(len(GREEDY))), node_first=True, probe=30_000, probe_temperature=0.02,
             searches=3, work=300_000_000, area_limit=1.0048, node_weight=1.25, period=6,
             rounds=(Round(1.03, 0.45, 0.3), Round(1.0035, 0.55, 0.1)),
-            finish=(Round(1.0042, 0.5, 0.1), Round(1.0042, 0.5, 0.03)), overload_cost=2000.0,
+            finish=(Round(1.0042, 0.5, 0.1), Round(1.0042, 0.5, 0.03)), overload_cost=2000.0, hope=2.0,
+            run_orders=ALL_ORDERS,
         ),
     }
 )  # fmt: skip
@@ -116,22 +123,40 @@ def balanced(problem: DispatchProblem) -> Assignment:
     make_placement = placement_maker(problem.engine)
     if problem.cp_size == 1 or not (len(problem.slices) or len(problem.travelling)):
         return contiguous(problem)
-    found = []
+    found = _placed_runs(problem, per_node)
     for fineness in range(len(FINENESS)):
         units = make_units(problem, fineness, problem.engine)
         placement = make_placement(units, problem.cp_size, per_node)
         starts = [_expand(strategy(problem), units, problem) for strategy in (contiguous, zigzag)]
         owner = _settled(starts, placement, units, problem)
         if owner is None:
-            score, owner = _search(starts, placement, units, problem)
+            known = min((cost for cost, _ in found), default=np.inf)
+            score, owner = _search(starts, placement, units, problem, known)
         else:
             score = _score(placement.measure(owner), problem.cp_size)
-        found.append((score.cost(AREA_LIMIT), fineness, units, owner))
+        placed = Assignment(units.edges, owner[: len(units.chunk)].astype(np.int64))
+        found.append((_final_cost(score, problem), placed))
         splittable = units.area.max() > COARSE_SHARE * units.area.sum() / problem.cp_size
         if score.imbalance <= AREA_LIMIT or not splittable:
             break
-    _, _, units, owner = min(found)
-    return Assignment(units.edges, owner[: len(units.chunk)].astype(np.int64))
+    return min(found, key=lambda each: each[0])[1]
+
+
+def _placed_runs(problem: DispatchProblem, per_node: int) -> list[tuple[float, Assignment]]:
+    """Placements of long runs, and what they cost."""
+    make_placement, found = placement_maker(problem.engine), []
+    for placed in runs(problem, EFFORTS[problem.effort].run_orders):
+        units = fixed_units(problem, placed.edges, problem.engine)
+        placement = make_placement(units, problem.cp_size, per_node)
+        score = _score(placement.measure(placed.owner.astype(np.int32)), problem.cp_size)
+        found.append((_final_cost(score, problem), placed))
+    return found
+
+
+def _final_cost(score: "_Score", problem: DispatchProblem) -> float:
+    """What finished placements are compared by."""
+    effort = EFFORTS[problem.effort]
+    return score.cost(effort.area_limit, effort.overload_cost)
 
 
 def node_size(problem: DispatchProblem) -> int:
@@ -217,9 +242,15 @@ def _settled(
 
 
 def _search(
-    starts: list[np.ndarray], placement: Any, units: Units, problem: DispatchProblem
+    starts: list[np.ndarray],
+    placement: Any,
+    units: Units,
+    problem: DispatchProblem,
+    known: float = np.inf,
 ) -> tuple[_Score, np.ndarray]:
-    """Probes all starting points, then searches from the best."""
+    """Probes all starting points, then searches from the best, unless that will not cost less than ``known``,
+    the cost of another placement.
+    """
     effort, cp_size = EFFORTS[problem.effort], problem.cp_size
     mean_area = units.area.sum() / cp_size
 
@@ -253,6 +284,8 @@ def _search(
         for start in regular + starts
     ]
     probes.sort(key=cost)
+    if cost(probes[0]) > effort.hope * known:
+        return probes[0]
     spans = np.diff(units.needs, axis=1).sum() / max(len(units.area), 1)
     moves = effort.work / (SPANS_OF_A_MOVE + spans) / effort.searches
     if len(problem.travelling):

@@ -118,6 +118,32 @@ def make_units(problem: DispatchProblem, fineness: int = 0, engine: str = "numpy
     )
 
 
+def fixed_units(problem: DispatchProblem, edges: np.ndarray, engine: str = "numpy") -> Units:
+    """Units between given ``edges``, to measure a placement with; they are of no use to a search."""
+    area, needs = _work_of_units(problem, edges, engine)
+    need_rows = needs.total_rows
+    if len(problem.travelling):
+        needs = _with_travellers(needs, problem, edges)
+    size = np.diff(edges)
+    num_units = len(size)
+    return Units(
+        edges=edges,
+        chunk=np.arange(num_units),
+        area=area,
+        size=size.astype(np.int32),
+        spare=np.zeros(num_units, np.int32),
+        rows=needs.rows.astype(np.int32),
+        span_ptr=needs.span_ptr.astype(np.int32),
+        need_ptr=np.searchsorted(needs.reader, np.arange(num_units + 1)).astype(np.int32),
+        needs=needs.spans.astype(np.int32),
+        need_rows=need_rows,
+        slot=int(size.max()),
+        slots=num_units,
+        split_chunks=0,
+        light_area=0.0,
+    )
+
+
 def _quantile(values: np.ndarray, share: float) -> float:
     """`numpy.quantile`, which takes longer than to sort some hundred values."""
     ordered = np.sort(values)

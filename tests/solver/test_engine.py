@@ -1,0 +1,23 @@
+"""The compiled planner is taken where it fits the sources, and refused in words where it does not."""
+
+import pytest
+
+from magi_jax.solver import engine
+
+
+def test_the_compiled_module_has_the_interface_of_the_sources():
+    assert engine.compiled().interface == engine.INTERFACE
+
+
+@pytest.mark.parametrize("found", [None, engine.INTERFACE - 1, engine.INTERFACE + 1])
+def test_a_stale_module_is_refused(found):
+    message = (
+        rf"/some/_planner.so has interface {found} .* need {engine.INTERFACE}: .* Build it again"
+    )
+    with pytest.raises(ImportError, match=message):
+        engine.check_interface(found, "/some/_planner.so")
+
+
+def test_unknown_engines_are_named():
+    with pytest.raises(ValueError, match=r"engine must be one of .* got 'quantum'"):
+        engine.check_engine("quantum")

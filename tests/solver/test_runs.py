@@ -1,0 +1,112 @@
+"""Dealing documents out row by row: what is dealt, how evenly, and its two engines against each other."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magi_jax import masks
+from magi_jax.solver import dispatch
+from magi_jax.solver.dispatch import DispatchProblem
+from magi_jax.solver.dispatch.balanced import balanced
+from magi_jax.solver.dispatch.runs import ALL_ORDERS, document_edges, runs
+from magi_jax.testing.cases import mask_cases
+
+SQUARE = {name: mask for name, mask in mask_cases(384).items() if mask.q_len == mask.k_len}
+KINDS = {"full": {}, "causal": {"causal": True}, "window": {"window": (20, 5)}}
+
+
+def problem_of(mask, cp_size, **options):
+    edges = dispatch.chunk_edges(mask.q_len, 16)
+    return DispatchProblem(mask.slices, edges, cp_size, **options)
+
+
+def areas_of(assignment, mask, cp_size):
+    owner = np.repeat(assignment.owner, np.diff(assignment.edges))
+    return np.bincount(owner, weights=mask.dense().sum(axis=1), minlength=cp_size)
+
+
+@pytest.mark.parametrize("name", sorted(SQUARE))
+def test_documents_share_no_pair(name):
+    mask = SQUARE[name]
+    edges = document_edges(mask.slices, mask.q_len)
+    assert edges[[0, -1]].tolist() == [0, mask.q_len]
+    assert (np.diff(edges) > 0).all()
+    document = np.searchsorted(edges, np.arange(mask.q_len), side="right")
+    queries, keys = np.nonzero(mask.dense())
+    assert (document[queries] == document[keys]).all()
+
+
+def test_documents_are_found_one_by_one():
+    mask = masks.varlen([30, 1, 50, 19], causal=True).shift(10, 10, 120, 120)
+    edges = document_edges(mask.slices, 120)
+    assert edges.tolist() == [0, 10, 40, 41, 91, 110, 120]
+    assert document_edges(masks.causal(64).slices, 64).tolist() == [0, 64]
+    assert document_edges(masks.empty(64).slices, 64).tolist() == [0, 64]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=2, max_size=30),
+    cp_size=st.integers(1, 8),
+    kind=st.sampled_from(sorted(KINDS)),
+)
+@settings(max_examples=25, deadline=None)
+def test_every_row_is_dealt_once_and_tokens_are_equal(lengths, cp_size, kind):
+    mask = masks.varlen(lengths, **KINDS[kind])
+    placed = runs(problem_of(mask, cp_size))
+    assert len(placed) == (len(ALL_ORDERS) if mask.q_len >= cp_size else 0)
+    twins = runs(problem_of(mask, cp_size, engine="numpy"))
+    for assignment, twin in zip(placed, twins, strict=True):
+        assert assignment.edges[[0, -1]].tolist() == [0, mask.q_len]
+        assert (np.diff(assignment.edges) > 0).all()
+        tokens = np.bincount(assignment.owner, np.diff(assignment.edges), cp_size)
+        assert len(tokens) == cp_size
+        assert tokens.max() - tokens.min() <= 1
+        assert assignment.edges.tolist() == twin.edges.tolist()
+        assert assignment.owner.tolist() == twin.owner.tolist()
+
+
+@pytest.mark.parametrize("name", sorted(SQUARE))
+def test_engines_deal_alike(name):
+    problem = problem_of(SQUARE[name], 6)
+    for assignment, twin in zip(runs(problem), runs(problem._replace(engine="numpy")), strict=True):
+        assert assignment.edges.tolist() == twin.edges.tolist()
+        assert assignment.owner.tolist() == twin.owner.tolist()
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_areas_are_equal_up_to_a_row(kind):
+    """Random documents, none with more work than a rank: balance to the row, which no chunks allow."""
+    rng = np.random.default_rng(7)
+    mask = masks.varlen(rng.integers(5, 120, 60), **KINDS[kind])
+    mean, most = mask.dense().sum() / 8, mask.dense().sum(axis=1).max()
+    for assignment in runs(problem_of(mask, 8)):
+        area = areas_of(assignment, mask, 8)
+        assert area.max() <= mean + 4 * most
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_few_documents_are_cut(kind):
+    rng = np.random.default_rng(3)
+    mask = masks.varlen(rng.integers(5, 60, 200), **KINDS[kind])
+    edges = document_edges(mask.slices, mask.q_len)
+    for assignment in runs(problem_of(mask, 8)):
+        owner = np.repeat(assignment.owner, np.diff(assignment.edges))
+        cut = sum(len(set(owner[a:b])) > 1 for a, b in itertools.pairwise(edges))
+        assert cut <= 2 * 7  # where the share of a rank ends in either pile
+
+
+def test_a_dense_document_takes_as_few_rows_of_each_rank_as_balance_asks_for():
+    """A quarter of the tokens is 56 of 64 ranks' work, and no number of whole chunks is just as much."""
+    mask = masks.varlen([2048, *[96] * 64])
+    problem = problem_of(mask, 16, ranks_per_node=4)
+    area = areas_of(balanced(problem), mask, 16)
+    assert area.max() <= 1.001 * area.mean()
+
+
+def test_one_document_and_travelling_rows_are_not_dealt():
+    assert runs(problem_of(masks.causal(128), 4)) == []
+    mask = masks.varlen([64, 64])
+    assert runs(problem_of(mask, 4, travelling=mask.slices[:1])) == []
