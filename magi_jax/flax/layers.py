@@ -37,6 +37,7 @@ def rotate(x: jax.Array, positions: jax.Array, *, theta: float = 10_000.0) -> ja
             f" got {x.shape=} {positions.shape=}"
         )
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequencies = frequencies.reshape((1,) * (positions.ndim + 1) + (half,))
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)

@@ -100,3 +100,22 @@ def test_merging_and_dot_products(setting):
 
     with setting():
         jax.eval_shape(lambda *x: jax.vjp(attend, *x, None)[0], *shapes())
+
+
+def test_layers(setting):
+    from flax import nnx
+
+    from magi_jax.flax.layers import Attention
+
+    def attend(q, k, v, sinks):
+        return mj.flex_flash_attention(q, k, v, MASK, sinks=sinks)
+
+    def run(x, positions):
+        layer = Attention(
+            16, HEADS, KV_HEADS, DIM, sinks=True, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+        )
+        return layer(x, positions, attend)
+
+    with setting():
+        out = jax.eval_shape(run, jnp.ones((TOKENS, 16), jnp.bfloat16), jnp.arange(TOKENS))
+    assert out.dtype == jnp.bfloat16
