@@ -22,6 +22,7 @@ BLOCK = 192  # pieces between two looks at the pace of the card
 SLOW = 0.8  # of the fastest pace that was seen; what was timed below is timed again, or not used
 WARM_US = 250e3  # of calls before the first timed one of a block, which follows a pause
 LEAD_US, TIMED_US = 4e3, 6e3  # of calls of a piece, first untimed and then timed
+GIVEN_AWAY = ("merged", "late")  # results of the dtype of what they are added to
 LONG_US = 60e3  # a call that takes longer needs none before it
 
 
@@ -131,7 +132,8 @@ class Bench:
         def run_forward():
             result = forward(operands, table, state["out"])
             state["lse"] = result[1]
-            state["out"] = None if out is None else result[:2]
+            if piece.result in GIVEN_AWAY:
+                state["out"] = result[:2]
             return result
 
         def run_backward():
@@ -176,7 +178,7 @@ class Bench:
 
     def _make(self, result: str) -> tuple:
         options = {"scale": HEAD_DIM**-0.5, "logits_soft_cap": 0.0}
-        dtype = jnp.float32 if result in PARTIAL else None
+        dtype = jnp.float32 if result in PARTIAL else jnp.bfloat16
 
         def forward(x: Operands, table, out):
             return self.implementation.forward(
@@ -189,14 +191,15 @@ class Bench:
                 dkv_dtype=dtype, accumulate=dq, **options,
             )  # fmt: skip
 
-        return jax.jit(forward, donate_argnums=2), jax.jit(backward, donate_argnums=3)
+        given = (2,) if result in GIVEN_AWAY else ()
+        return jax.jit(forward, donate_argnums=given), jax.jit(backward, donate_argnums=3)
 
 
 def _sums(piece: Piece, x: Operands) -> tuple:
     """Shapes of what the calls of a piece add to: ``(out, lse)`` and dQ, or None."""
     if piece.result not in ADDING:
         return None, None
-    dtype = jnp.float32 if piece.result in PARTIAL else x.q.dtype
+    dtype = x.q.dtype if piece.result == "late" else jnp.float32
     out = jax.ShapeDtypeStruct(x.q.shape, dtype)
     lse = jax.ShapeDtypeStruct(x.delta.shape, jnp.float32)
     return (out, lse), jax.ShapeDtypeStruct(x.q.shape, jnp.float32)
