@@ -21,7 +21,7 @@ from scaling.work import ADDING, HEAD_DIM, PARTIAL, Piece
 BLOCK = 192  # pieces between two looks at the pace of the card
 SLOW = 0.8  # of the fastest pace that was seen; what was timed below is timed again, or not used
 WARM_US = 250e3  # of calls before the first timed one of a block, which follows a pause
-LEAD_US, TIMED_US = 4e3, 6e3  # of calls of a piece, first untimed and then timed
+LEAD_US, TIMED_US = 3e3, 4e3  # of calls of a piece, first untimed and then timed
 GIVEN_AWAY = ("merged", "late")  # results of the dtype of what they are added to
 LONG_US = 60e3  # a call that takes longer needs none before it
 
