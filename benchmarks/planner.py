@@ -22,13 +22,11 @@ from planner_targets import IMPROVABLE, check_targets, ratio
 from provenance import describe
 
 from magi_jax.masks import AttnMask, bands
-from magi_jax.plan import AttentionPlan, PlanConfig, SliceTable, make_plan
+from magi_jax.plan import AttentionPlan, PlanConfig, PlanReport, SliceTable, make_plan
 from magi_jax.plan.two_level import pieces_of
 from magi_jax.solver import dispatch
 from magi_jax.solver.cost.model import CostModel
-from magi_jax.solver.dispatch import bounds
 from magi_jax.solver.dispatch.strategies import STRATEGIES
-from magi_jax.solver.dispatch.units import make_units
 
 TOKENS_PER_RANK, CHUNK, NODE = 8192, 1024, 8
 # MagiAttention v1.1.1, its own solver on one seed of these families; see docs/planner.md for the source.
@@ -54,9 +52,11 @@ PUBLISHED = {
 PUBLISHED_MS_PER_RANK = (50.0, 127.0)
 
 
-def measure(plan: AttentionPlan, model: CostModel, per_node: int) -> dict:
-    """What one plan costs, counted from its tables."""
-    report = plan.report(model, per_node)
+def measure(
+    plan: AttentionPlan, model: CostModel, per_node: int, mask: AttnMask | None = None
+) -> dict:
+    """What one plan costs, counted from its tables; given its mask, also how far from its bounds it is."""
+    report = plan.report(model, per_node, mask)
     seq_len = report.seq_len
     others = [part for part in (plan.travel, plan.late) if part is not None]
     tables = [*plan.calc, *(part.calc for part in others)]
@@ -74,6 +74,18 @@ def measure(plan: AttentionPlan, model: CostModel, per_node: int) -> dict:
         "forward_efficiency": report.forward_efficiency,
         "backward_efficiency": report.backward_efficiency,
         "predicted_us": report.predicted_us,
+        **({} if report.bounds is None else _bounds(report)),
+    }
+
+
+def _bounds(report: PlanReport) -> dict:
+    return {
+        "bound": {
+            "rows": report.bounds.rank_rows / report.seq_len,
+            "node": report.bounds.node_rows / report.seq_len,
+            "imbalance": report.bounds.imbalance,
+        },
+        "gap": report.gap,
     }
 
 
@@ -100,7 +112,7 @@ def run_case(mask: AttnMask, cp_size: int, effort: str, model: CostModel) -> dic
     config = PlanConfig(chunk_size=CHUNK, ranks_per_node=per_node, effort=effort, cost_model=model)
     repeats = 5 if effort == "fast" else 1
     plan_ms, plan = _timed(lambda: make_plan(mask, cp_size, config), repeats)
-    ours = measure(plan, model, per_node)
+    ours = measure(plan, model, per_node, mask)
     heap = dataclasses.replace(config, dispatch="lpt", travelling="never")
     problem = dispatch.DispatchProblem(
         mask.slices, dispatch.chunk_edges(mask.q_len, CHUNK), cp_size, per_node, effort
@@ -109,19 +121,14 @@ def run_case(mask: AttnMask, cp_size: int, effort: str, model: CostModel) -> dic
     dispatch_ms = plan_ms
     if effort == "fast":
         dispatch_ms, _ = _timed(lambda: STRATEGIES["balanced"](problem), repeats)
-    bound = bounds.lower_bounds(make_units(problem), cp_size, per_node)
     return {
         "mask_slices": mask.num_slices,
         "plan_ms": plan_ms,
         "dispatch_ms": dispatch_ms,
         "balanced": ours,
         "lpt": measure(make_plan(mask, cp_size, heap), model, per_node),
-        "bound": {
-            "rows": bound.rank_rows / mask.q_len,
-            "node": bound.node_rows / mask.q_len,
-            "imbalance": bound.imbalance,
-        },
-        "gap": bounds.gap(max(ours["recv"], ours["send"]), bound.rank_rows / mask.q_len),
+        "bound": ours.pop("bound"),
+        "gap": ours.pop("gap"),
     }
 
 

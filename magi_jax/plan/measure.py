@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from magi_jax.masks import AttnMask, bands
+from magi_jax.plan.lay_out.dispatch import layout_of
 from magi_jax.plan.report import PlanReport
 from magi_jax.plan.spec import OWN_KEYS
 from magi_jax.plan.tables import SEGMENT_ROWS, AnyComm, SliceTable, StageTables, TwoLevelComm
@@ -17,7 +18,7 @@ from magi_jax.solver.cost import schedule, timeline
 from magi_jax.solver.cost.model import CostModel
 from magi_jax.solver.dispatch import DispatchProblem, chunk_edges
 from magi_jax.solver.dispatch.bounds import Bounds, lower_bounds
-from magi_jax.solver.dispatch.units import MAX_PARTS, make_units
+from magi_jax.solver.dispatch.units import MAX_PARTS, fixed_units
 from magi_jax.solver.overlap.travelling import NO_RANGES, Ranges, split_slices
 from magi_jax.solver.work.stages import StageSlices
 from magi_jax.solver.work.transfer import Pieces
@@ -97,15 +98,15 @@ def _node_of(plan, ranks_per_node: int | None) -> int:
 def _bounds(plan, mask: AttnMask, imbalance: float, ranks_per_node: int) -> Bounds:
     """Lower bounds for all dispatches that are no less balanced than the plan.
 
-    The units are the smallest parts into which a strategy may split a chunk, so that the bounds hold
-    for split and for whole chunks.
+    The units are the smallest parts into which a strategy may split a chunk, cut where this plan cuts too, so
+    that the bounds hold for whole chunks, for split ones, and for this plan.
     """
     part = plan.spec.chunk_size // math.gcd(plan.spec.chunk_size, MAX_PARTS)
-    edges = chunk_edges(plan.spec.seq_len, part)
+    own = layout_of(plan.dispatch, plan.cp_size).edges
+    edges = np.union1d(chunk_edges(plan.spec.seq_len, part), own)
     home, travelling = split_slices(mask.slices, _travelling_ranges(plan))
     problem = DispatchProblem(home, edges, plan.cp_size, travelling=travelling)
-    units = make_units(problem)
-    units = units._replace(slot=plan.spec.local_len, slots=1)
+    units = fixed_units(problem, edges)._replace(slot=plan.spec.local_len, slots=1)
     return lower_bounds(units, plan.cp_size, ranks_per_node, imbalance)
 
 
