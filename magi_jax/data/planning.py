@@ -51,13 +51,20 @@ class PlanBatch:
     grow: bool = False
     segment_ids: str = "segment_ids"
 
+    def __post_init__(self) -> None:
+        if callable(self.masks):
+            raise TypeError(
+                f"masks must be a tuple of functions, got one: ({self.masks!r},) is meant"
+            )
+
     def __call__(self, packed: Batch) -> PlannedBatch:
         """Plans one batch and lays its tokens out as the plans want them.
 
         Raises:
             KeyError: a dictionary has no segment ids under the name in ``segment_ids``.
-            ValueError: a plan does not fit ``specs``, and may not ``grow``; the size that is too
-                small is named.
+            TypeError: the batch is on the devices already.
+            ValueError: the segment ids are not ``[R, L]``; or a plan does not fit ``specs``, and may not
+                ``grow``, and the size that is too small is named.
         """
         if self.specs is None:
             plans = self._in_own_sizes(packed)
@@ -95,13 +102,24 @@ class PlanBatch:
     def _ids(self, packed: Batch) -> np.ndarray:
         """Segment ids of a batch ``[R, L]``."""
         if isinstance(packed, Packed):
-            return packed.segment_ids
-        if self.segment_ids not in packed:
+            ids = packed.segment_ids
+        elif self.segment_ids in packed:
+            ids = packed[self.segment_ids]
+        else:
             raise KeyError(
                 f"the batch has no {self.segment_ids!r}, it has {sorted(packed)}: name the array of"
                 " segment ids in PlanBatch(segment_ids=...)"
             )
-        return packed[self.segment_ids]
+        if not isinstance(ids, np.ndarray):
+            raise TypeError(
+                "batches are planned on the host, before they go to the devices: the segment ids must be"
+                f" a NumPy array, got {type(ids).__name__}"
+            )
+        if ids.ndim != 2:
+            raise ValueError(
+                f"segment ids must be [R, L], one row for each sequence; got shape {ids.shape}"
+            )
+        return ids
 
     def _in_specs(self, packed: Batch, specs: tuple[PlanSpec, ...]) -> tuple[AttentionPlan, ...]:
         """One plan per mask in ``specs``, stacked over the sequences."""

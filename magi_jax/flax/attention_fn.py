@@ -8,11 +8,11 @@ import jax
 from magi_jax.masks import AttnMask
 from magi_jax.ops import flex_flash_attention
 from magi_jax.parallel import dist_attention
-from magi_jax.plan import AttentionPlan
+from magi_jax.plan import AttentionPlan, SliceTable
 
 
 def attention_fn(
-    plan: AttentionPlan | AttnMask,
+    plan: AttentionPlan | AttnMask | SliceTable,
     *,
     axis_name: str = "cp",
     mesh: jax.sharding.Mesh | None = None,
@@ -31,7 +31,8 @@ def attention_fn(
     neither.
 
     Args:
-        plan: plan of the dispatched sequence, or a mask for a sequence on one device.
+        plan: plan of the dispatched sequence; or for a sequence on one device a mask, or the slice
+            table of one, which may be an argument of the jitted step.
         axis_name: mesh axis that the sequence is sharded over.
         mesh: mesh, where it is not in the context.
         **arguments: passed on to `dist_attention`, or to `flex_flash_attention` for a mask:
@@ -46,7 +47,7 @@ def attention_fn(
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, **more: Any) -> jax.Array:
         given = arguments | more
-        if isinstance(plan, AttnMask):
+        if isinstance(plan, (AttnMask, SliceTable)):
             out = flex_flash_attention(query, key, value, plan, return_residual=False, **given)
         else:
             out = dist_attention(query, key, value, plan, axis_name, mesh=mesh, **given)

@@ -57,10 +57,17 @@ def integers(name: str, value: Any, ndim: int = 1) -> np.ndarray:
         array = np.asarray(value)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{name} must be a regular array of integers: {error}") from None
+    except TypeError as error:
+        raise TypeError(
+            f"{name} must have its values on the host, got {type(value).__name__}: masks are made outside"
+            " of jit, and a jitted function takes their plans or slice tables as arguments"
+        ) from error
     if array.size == 0 and array.ndim == 1:
         return np.zeros((0,) + (2,) * (ndim - 1), np.int64)
     if array.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} axes; got shape {array.shape}")
+        wanted = "one axis" if ndim == 1 else f"{ndim} axes"
+        each = "; a batch has a mask for each sequence" if ndim == 1 and array.ndim == 2 else ""
+        raise ValueError(f"{name} must have {wanted}; got shape {array.shape}{each}")
     if not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"{name} must be integers; got dtype {array.dtype}")
     if array.dtype == np.uint64 and array.max(initial=0) > np.iinfo(np.int64).max:

@@ -21,6 +21,7 @@ from magi_jax.parallel.operands import (
     check_group_plans,
     check_operands,
     check_shapes,
+    check_types,
     find_specs,
 )
 from magi_jax.parallel.region import AxisNames, Region, find_region, reshard, run
@@ -120,10 +121,12 @@ def dist_attention(
         that are manual already it is the caller's to reduce. It has no derivative.
 
     Raises:
+        TypeError: ``plan`` is a mask or a table, or ``options`` are none.
         ValueError: shapes, dtypes, the plan and the mesh do not fit each other.
         NotImplementedError: the implementation does not support the case.
     """
     options = DistOptions() if options is None else options
+    check_types(plan, options, DistOptions)
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     sinks = None if sinks is None else jnp.asarray(sinks)
     region = find_region(axis_name, mesh, "dist_attention")

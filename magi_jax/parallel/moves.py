@@ -134,6 +134,11 @@ def _carry_out(sharded: _Sharded, leaves: list[jax.Array], comm: CommMeta) -> li
     )
 
 
+def other_axis(shape: tuple[int, ...], rows: int) -> str:
+    """What to add to a message about a wrong number of rows where another axis has that many."""
+    return f"; say axis={shape.index(rows)} if tokens are on that one" if rows in shape else ""
+
+
 def _check_leaf(move, leaf, comm):
     if comm.spec.cp_size != move.region.cp_size:
         raise ValueError(
@@ -145,6 +150,7 @@ def _check_leaf(move, leaf, comm):
     if leaf.ndim <= move.axis or leaf.shape[move.axis] != rows:
         raise ValueError(
             f"{move.name} needs {rows} rows on axis {move.axis} of {where}, got shape {leaf.shape}"
+            f"{other_axis(leaf.shape, rows)}"
         )
     if move.stacked and leaf.shape[0] != comm.send.shape[0]:
         raise ValueError(

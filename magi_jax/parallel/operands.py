@@ -188,15 +188,24 @@ def _check_rows(region, name, x, local_len, plan_name):
         )
 
 
+def check_types(plan: object, options: object, options_type: type) -> None:
+    """Refuses what is neither a plan nor several, and options of another kind."""
+    several = isinstance(plan, (list, tuple)) and bool(plan)
+    for each in plan if several else (plan,):  # type: ignore[attr-defined]
+        if not isinstance(each, AttentionPlan):
+            raise TypeError(
+                "plan must be an AttentionPlan (make_plan(mask, cp_size) makes one) or a sequence of them,"
+                f" got {type(each).__name__}"
+            )
+    if not isinstance(options, options_type):
+        raise TypeError(f"options must be {options_type.__name__}, got {type(options).__name__}")
+
+
 def check_group_plans(
     region: Region, q: jax.Array, plans: Sequence[AttentionPlan], head_axes: AxisNames
 ) -> None:
     """Refuses plans that cannot serve groups of heads of the same tokens."""
     for i, plan in enumerate(plans):
-        if not isinstance(plan, AttentionPlan):
-            raise TypeError(
-                f"plan must be an AttentionPlan or a sequence of them, got {type(plan).__name__}"
-            )
         sizes = [(p.spec.cp_size, p.spec.seq_len, p.spec.local_len) for p in (plan, plans[0])]
         if sizes[0] != sizes[1]:
             raise ValueError(

@@ -69,8 +69,14 @@ def find_region(axis_name: str, mesh: Mesh | AbstractMesh | None, caller: str) -
     """Reads the mesh of the context, or takes the given one.
 
     Raises:
+        TypeError: ``axis_name`` is no name.
         ValueError: there is no mesh, two different ones, or none of its axes is ``axis_name``.
     """
+    if not isinstance(axis_name, str):
+        raise TypeError(
+            f"{caller} takes the name of a mesh axis as axis_name=, and a mesh as mesh=; got"
+            f" axis_name={axis_name!r}"
+        )
     context = jax.sharding.get_abstract_mesh()
     if context.empty and mesh is None:
         raise ValueError(

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from magi_jax.parallel import host_tokens
 from magi_jax.parallel import region as regions
-from magi_jax.parallel.moves import Move, move_tokens
+from magi_jax.parallel.moves import Move, move_tokens, other_axis
 from magi_jax.plan import AttentionPlan, local_part
 
 AnyMesh = Mesh | AbstractMesh | None
@@ -219,7 +219,10 @@ def _on_each(
 
     def one(leaf):
         if leaf.ndim <= axis or leaf.shape[axis] != num_rows:
-            raise ValueError(f"{name} needs {num_rows} rows on axis {axis}, got shape {leaf.shape}")
+            raise ValueError(
+                f"{name} needs {num_rows} rows on axis {axis}, got shape {leaf.shape}"
+                f"{other_axis(leaf.shape, num_rows)}"
+            )
         if table.ndim == 1:
             return move(leaf, table, axis)
         if leaf.shape[0] != len(table):

@@ -144,6 +144,16 @@ def test_dictionary_without_the_named_segment_ids_is_refused():
         PlanBatch(CP, (CAUSAL,))({"inputs": np.ones((1, 8))})
 
 
+def test_batches_of_another_kind_are_refused():
+    with pytest.raises(TypeError, match=r"masks must be a tuple of functions, got one"):
+        PlanBatch(CP, CAUSAL)
+    planner = PlanBatch(CP, (CAUSAL,))
+    with pytest.raises(ValueError, match=r"\[R, L\].* got shape \(8,\)"):
+        planner({"segment_ids": np.ones(8, int)})
+    with pytest.raises(TypeError, match="before they go to the devices"):
+        planner({"segment_ids": jax.numpy.ones((1, 8), int)})
+
+
 def test_masks_may_end_before_the_padding():
     """As those do that are built from lengths; batches with other paddings share one spec."""
 

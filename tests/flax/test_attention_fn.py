@@ -32,6 +32,9 @@ def test_nnx_module_with_a_mask(inputs, num_kv_heads):
     dense = make(rngs=nnx.Rngs(0))
     expected = dense(inputs, mask=MASK.dense())
     np.testing.assert_allclose(ours(inputs), expected, **TOLERANCE)
+    if num_kv_heads == 2:
+        ours.set_attributes(attention_fn=mj.flax.attention_fn(mj.slice_table(MASK)))
+        np.testing.assert_allclose(ours(inputs), expected, **TOLERANCE)
 
 
 def test_nnx_module_with_a_plan_that_is_an_argument(inputs):

@@ -67,7 +67,11 @@ def test_overlap_names_both_slices_and_a_cell():
         (lambda: AttnMask(np.zeros((2, 5), np.int64), 3, 3), r"int64 \[A, 6\]; got int64 \[2, 5\]"),
         (lambda: AttnMask(np.zeros((2, 6)), 3, 3), "got float64"),
         (lambda: masks.varlen([3, -1]), r"lengths\[1\] = -1 is negative"),
-        (lambda: masks.varlen([[3]]), r"lengths must have 1 axes; got shape \(1, 1\)"),
+        (lambda: masks.varlen([[3]]), r"lengths must have one axis; got shape \(1, 1\)"),
+        (
+            lambda: masks.from_segment_ids([[1, 1]]),
+            r"got shape \(1, 2\); a batch has a mask for each",
+        ),
         (lambda: masks.varlen([1.5]), "lengths must be integers"),
         (lambda: masks.varlen([1], k_lengths=[1, 2]), "equally many; got 1 and 2"),
         (lambda: masks.varlen([3], window=3), "window must be .left, right.*got 3"),

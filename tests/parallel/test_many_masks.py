@@ -89,8 +89,9 @@ def test_groups_that_do_not_fit_are_refused(rng):
     other = make_plan(masks.full(SIZE + 9), 4, CONFIG)
     with pytest.raises(ValueError, match=r"groups of heads share one dispatch.*with_mask"):
         dist_attention(q, q, q, [plans[0], other], mesh=mesh)
-    with pytest.raises(TypeError, match="sequence of them, got AttnMask"):
-        dist_attention(q, q, q, [plans[0], masks.full(SIZE)], mesh=mesh)
+    for wrong in (masks.full(SIZE), [plans[0], masks.full(SIZE)]):
+        with pytest.raises(TypeError, match=r"plan must be .*make_plan.*, got AttnMask"):
+            dist_attention(q, q, q, wrong, mesh=mesh)
     both = make_mesh(cp=4, tp=2)
     with pytest.raises(NotImplementedError, match=r"sharded over .* a plan for each group"):
         dist_attention(q, q, q, plans[:2], mesh=both, options=DistOptions(head_axes="tp"))

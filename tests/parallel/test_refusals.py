@@ -86,6 +86,18 @@ def test_heads_that_shards_do_not_divide():
         )
 
 
+@pytest.mark.parametrize(
+    ("match", "arguments"),
+    [
+        ("mesh as mesh=; got axis_name=Mesh", {"axis_name": make_mesh(cp=4)}),
+        ("options must be DistOptions, got dict", {"options": {"deterministic": True}}),
+    ],
+)
+def test_things_of_another_kind(match, arguments):
+    with pytest.raises(TypeError, match=match):
+        call(**arguments)
+
+
 def test_no_mesh_in_sight():
     with pytest.raises(ValueError, match=r"finds no mesh.*jax.set_mesh.*legacy"):
         call(mesh=None)

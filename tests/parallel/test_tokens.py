@@ -192,7 +192,9 @@ def test_refusals(rng):
     x, mesh = np.zeros((53, 2), np.float32), make_mesh(dp=2, cp=4)
     device = jnp.asarray(x)
     rows = 4 * plan.spec.local_len
-    with pytest.raises(ValueError, match=r"dispatch needs 53 rows on axis 0, got shape \(52, 2\)"):
+    with pytest.raises(ValueError, match=r"needs 53 rows on axis 0, got .*; say axis=1 if tokens"):
+        dispatch(np.zeros((2, 53)), plan)
+    with pytest.raises(ValueError, match=r"dispatch needs 53 rows on axis 0, got shape \(52, 2\)$"):
         dispatch(x[1:], plan)
     with pytest.raises(ValueError, match=f"undispatch needs {rows} rows on axis 0 of the whole"):
         undispatch(device, plan, mesh=mesh)
