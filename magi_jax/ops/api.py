@@ -16,7 +16,7 @@ from magi_jax.masks import AttnMask
 from magi_jax.ops import base
 from magi_jax.ops.base import Implementation
 from magi_jax.ops.head_groups import by_head_groups
-from magi_jax.ops.implementations import get_implementation
+from magi_jax.ops.implementations import get_implementation, platform_of
 from magi_jax.ops.lse import add_sinks, max_of_rows, sinks_gradient
 from magi_jax.ops.repeat_table import can_repeat, repeat_table
 from magi_jax.plan import SliceTable, slice_table
@@ -115,7 +115,8 @@ def flex_flash_attention(
         deterministic: insist on equal bits for equal inputs, gradients included.
         return_residual: whether to return the log-sum-exp too.
         return_max_logits: whether to return the largest logits too.
-        implementation: name of a kernel; None chooses by platform.
+        implementation: name of a kernel; None chooses by the platform of q, or where that is traced by the
+            default one (`jax.default_device`).
 
     Returns:
         ``out [*B, T, N, Hv]`` in the dtype of q; rows that see no key are zero. With ``return_residual``
@@ -130,7 +131,9 @@ def flex_flash_attention(
     """
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     sinks = None if sinks is None else jnp.asarray(sinks)
-    chosen = get_implementation(implementation, deterministic=deterministic)
+    chosen = get_implementation(
+        implementation, deterministic=deterministic, platform=platform_of(q)
+    )
     _check_batch(q, k, v)
     _check_sinks(sinks, q.shape[-2])
     cap = _soft_cap(logits_soft_cap)

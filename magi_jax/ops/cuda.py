@@ -176,8 +176,8 @@ def refusal(path: str, capability: tuple[int, int]) -> str | None:
 
 @functools.cache
 def device_capability() -> tuple[int, int]:
-    """Compute capability of the default GPU, such as ``(9, 0)``."""
-    major, _, minor = jax.devices()[0].compute_capability.partition(".")
+    """Compute capability of the first GPU, such as ``(9, 0)``."""
+    major, _, minor = jax.devices("gpu")[0].compute_capability.partition(".")
     return int(major), int(minor)
 
 

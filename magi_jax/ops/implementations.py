@@ -1,5 +1,7 @@
 """Which implementation serves a call."""
 
+from typing import Any
+
 import jax
 
 from magi_jax.ops import cuda
@@ -15,7 +17,7 @@ _BY_NAME = {
     "sm90_ordered": cuda.SM90_ORDERED,
 }
 
-# What None means, by platform of the default backend.
+# What None means, by platform.
 _BY_PLATFORM = {"cpu": "cpu"}
 
 
@@ -25,20 +27,24 @@ def implementations() -> tuple[str, ...]:
 
 
 def get_implementation(
-    implementation: str | Implementation | None = None, *, deterministic: bool = False
+    implementation: str | Implementation | None = None,
+    *,
+    deterministic: bool = False,
+    platform: str | None = None,
 ) -> Implementation:
-    """The implementation of a name, the one for the default backend, or the given one itself.
+    """The implementation of a name, the one for a platform, or the given one itself.
 
     Args:
         implementation: a name, an implementation, or None to choose by platform.
         deterministic: whether equal inputs must give equal bits, gradients included.
+        platform: where the call runs, such as "gpu"; None is where JAX puts what has no place yet.
 
     Raises:
         ValueError: there is no implementation of that name.
         NotImplementedError: none is chosen by itself on this platform, or the named one has no fixed
             order of sums.
     """
-    chosen = _choose(implementation, deterministic)
+    chosen = _choose(implementation, deterministic, platform or _default_platform())
     if deterministic and not chosen.is_deterministic:
         raise NotImplementedError(
             f"implementation {chosen.name!r} has no fixed order of sums; deterministic=True needs"
@@ -47,11 +53,27 @@ def get_implementation(
     return chosen
 
 
-def _choose(implementation: str | Implementation | None, deterministic: bool) -> Implementation:
+def platform_of(x: Any) -> str | None:
+    """Platform of the devices that hold a concrete array; None for all else, such as a traced one."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+        return None
+    return next(iter(x.devices())).platform
+
+
+def _default_platform() -> str:
+    chosen = jax.config.jax_default_device
+    if chosen is None:
+        return jax.default_backend()
+    platform = chosen if isinstance(chosen, str) else chosen.platform
+    return "gpu" if platform == "cuda" else platform
+
+
+def _choose(
+    implementation: str | Implementation | None, deterministic: bool, platform: str
+) -> Implementation:
     if isinstance(implementation, Implementation):
         return implementation
     if implementation is None:
-        platform = jax.default_backend()
         if platform == "gpu":
             return cuda.for_capability(cuda.device_capability(), deterministic)
         if platform not in _BY_PLATFORM:

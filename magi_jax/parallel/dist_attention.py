@@ -15,6 +15,7 @@ from magi_jax.comm.group_collectives import get_transport
 from magi_jax.mesh import make_varying, varying_axes
 from magi_jax.ops import CONTEXT_NAME, Implementation, get_implementation
 from magi_jax.ops.head_groups import by_head_groups
+from magi_jax.ops.implementations import platform_of
 from magi_jax.parallel import batch
 from magi_jax.parallel.operands import (
     Specs,
@@ -137,7 +138,9 @@ def dist_attention(
         check_operands(region, specs, (q, k, v, sinks), plan)
         stages = Stages(
             implementation=get_implementation(
-                options.implementation, deterministic=options.deterministic
+                options.implementation,
+                deterministic=options.deterministic,
+                platform=region.platform or platform_of(q),
             ),
             axis_name=axis_name,
             scale=float(q.shape[-1] ** -0.5 if scale is None else scale),

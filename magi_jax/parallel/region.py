@@ -60,6 +60,11 @@ class Region:
         return self.axis_name not in self.open_axes
 
     @property
+    def platform(self) -> str | None:
+        """That of the devices of a given mesh; None where the mesh is that of the context."""
+        return self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else None
+
+    @property
     def cp_size(self) -> int:
         """Size of the context-parallel axis."""
         return self.sizes[self.axis_name]

@@ -171,3 +171,15 @@ def test_second_derivatives_are_those_of_the_reference_alone(rng):
     np.testing.assert_allclose(along, (ends[0] - ends[1]) / (2 * step), rtol=0.02, atol=1e-3)
     with pytest.raises(ValueError, match="magi_jax_ffa_backward"):
         jax.grad(lambda q: slope(q, "cpu"))(q)
+
+
+def test_arrays_of_a_cpu_are_computed_there_where_there_are_gpus(attend, rng, monkeypatch):
+    q, k, v = operands(rng)
+    expected = attend(q, k, v)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    np.testing.assert_array_equal(attend(q, k, v), expected)
+    monkeypatch.undo()
+    with jax.default_device(jax.devices("cpu")[0]):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        traced = jax.jit(lambda q, k, v: attend(q, k, v))(q, k, v)
+    np.testing.assert_allclose(traced, expected, rtol=1e-5, atol=1e-6)
