@@ -21,11 +21,12 @@ from jax.sharding import Mesh
 
 from magi_jax.comm.exchange import exchange, meet
 from magi_jax.comm.native import NativeCalls
+from magi_jax.comm.nvshmem import Heap, find_library
 from magi_jax.comm.portable import PORTABLE
 from magi_jax.comm.transport import Transport
 from magi_jax.ops import ffi
 
-PLACEMENTS = ("direct", "staged")
+PLACEMENTS = ("direct", "staged", "nvshmem")
 
 # One SM each; reads over NVLink by 8 of them reach nearly the rate of more, see docs/collectives.md.
 _NUM_BLOCKS = 8
@@ -54,11 +55,19 @@ class SymmetricMemory:
         num_bytes: device memory that each rank holds.
     """
 
-    def __init__(self, pools: tuple[int, ...], transport: Transport, num_bytes: int, text: str):
+    def __init__(
+        self,
+        pools: tuple[int, ...],
+        transport: Transport,
+        num_bytes: int,
+        text: str,
+        heap: Heap | None = None,
+    ):
         self.transport = transport
         self.num_bytes = num_bytes
         self._pools = pools
         self._text = text
+        self._heap = heap
 
     def describe(self) -> str:
         """Which transport serves, how operands are reached, and what it holds."""
@@ -86,12 +95,16 @@ class SymmetricMemory:
         """Frees the memory. Programs that were compiled with its transport cannot run any more."""
         if not self._pools:
             return
-        if self.failure() is None:
+        is_whole = self.failure() is None
+        if is_whole:
             jax.effects_barrier()
             meet(f"magi_jax/symmetric_memory/{self._pools}/close", 60.0)
         for pool in self._pools:
             ffi.load().remove_pool(pool)
         self._pools = ()
+        # A heap is closed together; one whose peers may be gone is left to the end of the process.
+        if self._heap is not None and is_whole:
+            self._heap.close()
 
     def __enter__(self) -> "SymmetricMemory":
         return self
@@ -122,7 +135,8 @@ def symmetric_memory(
         axis_name: the context-parallel axis.
         placement: "direct": peers read operands in XLA's buffers, for ranks of one process.
             "staged": operands are copied into this memory first, which other processes of the host
-            can open too. None takes "direct" where it serves.
+            can open too. "nvshmem": the same, but NVSHMEM allocates and maps it; for one process per
+            GPU. None takes "direct" where it serves, else "staged".
         staging_bytes: room for the operands of a call; needed when they are staged, see
             `magi_jax.comm.attention_staging_bytes`.
         timeout_s: how long a rank waits for another before it gives up. Compilation counts, where
@@ -152,21 +166,23 @@ def symmetric_memory(
     spread = any(d.process_index != jax.process_index() for s in seats for d in s.group)
     placement = placement or ("staged" if spread else "direct")
     _check_placement(placement, spread, staging_bytes)
-    staged = staging_bytes if placement == "staged" else 0
+    staged = 0 if placement == "direct" else staging_bytes
     settings = (len(seats[0].group), staged or 0, float(timeout_s), num_blocks)
+    heap = _open_heap(mesh, seats, timeout_s) if placement == "nvshmem" else None
     # Casts and reduces run beside each other: a memory of its own for each.
-    cast_pool, reduce_pool = (_open_pool(mesh, seats, settings, spread) for _ in range(2))
+    cast_pool, reduce_pool = (_open_pool(mesh, seats, settings, spread, heap) for _ in range(2))
     pools = cast_pool, reduce_pool
     num_bytes = sum(ffi.load().allocated_bytes(pool, seats[0].ordinal) for pool in pools)
     calls = NativeCalls(cast_pool, reduce_pool, axis_name, mesh.shape[axis_name])
     how = "read in place (peer access)" if placement == "direct" else f"staged in {staged} bytes"
+    how += " of NVSHMEM" if placement == "nvshmem" else ""
     where = "several processes of one host" if spread else "one process"
     text = (
         f"native: symmetric memory {pools} over axis {axis_name!r} of {calls.cp_size} ranks in"
         f" {where}, operands {how}, {num_bytes} bytes per device, {num_blocks} blocks"
         f" each for casts and for reduces, time limit {timeout_s} s"
     )
-    return SymmetricMemory(pools, calls.transport(), num_bytes, text)
+    return SymmetricMemory(pools, calls.transport(), num_bytes, text, heap)
 
 
 def _refusal(mesh: Mesh) -> str | None:
@@ -184,7 +200,12 @@ def _check_placement(placement: str, spread: bool, staging_bytes: int | None) ->
             'placement="direct" needs all ranks of the axis in one process; between processes'
             ' operands are staged: placement="staged"'
         )
-    if placement == "staged" and not staging_bytes:
+    if placement == "nvshmem" and not spread:
+        raise ValueError(
+            'placement="nvshmem" is for ranks in several processes; those of one process need no'
+            ' library: placement="direct"'
+        )
+    if placement != "direct" and not staging_bytes:
         raise ValueError(
             "staged operands need room: pass staging_bytes, such as"
             " attention_staging_bytes(plan.spec, ...)"
@@ -207,17 +228,53 @@ def _seats(mesh: Mesh, axis_name: str) -> list[_Seat]:
     ]
 
 
-def _open_pool(mesh: Mesh, seats: list[_Seat], settings: tuple, spread: bool) -> int:
+def _processes(mesh: Mesh) -> list[int]:
+    return sorted({device.process_index for device in mesh.devices.flat})
+
+
+def _open_heap(mesh: Mesh, seats: list[_Seat], timeout_s: float) -> Heap:
+    """Starts NVSHMEM in all processes of the mesh, each of which has one device."""
+    path = find_library()
+    if path is None:
+        raise NotImplementedError(
+            'placement="nvshmem" needs the wheel nvidia-nvshmem-cu13 (or -cu12), which is not'
+            " installed"
+        )
+    processes = _processes(mesh)
+    if len(processes) != mesh.devices.size:
+        raise NotImplementedError(
+            f'placement="nvshmem" needs one process per GPU; {mesh.devices.size} devices are in'
+            f" {len(processes)} processes"
+        )
+    heap = Heap(path, seats[0].ordinal)
+    rank = processes.index(jax.process_index())
+    key = f"magi_jax/nvshmem/{ffi.load().next_pool()}"
+    drawn = exchange(key, heap.draw_id() if rank == 0 else b"-", processes, timeout_s)[0]
+    heap.open(drawn, rank, len(processes))
+    return heap
+
+
+def _open_pool(
+    mesh: Mesh, seats: list[_Seat], settings: tuple, spread: bool, heap: Heap | None
+) -> int:
     """Allocates, exchanges and connects the parts of this process."""
     module = ffi.load()
     pool = module.next_pool()
     cp_size, staged, timeout_s, num_blocks = settings
+    address = 0 if heap is None else heap.allocate(module.member_bytes(cp_size, staged))
+    given = () if heap is None else (address,)
     try:
         for seat in seats:
-            module.add_member(pool, seat.ordinal, seat.rank, cp_size, staged, timeout_s, num_blocks)
-        exported = _exchange_parts(module, mesh, pool, seats, settings) if spread else {}
+            sizes = cp_size, staged, timeout_s, num_blocks
+            module.add_member(pool, seat.ordinal, seat.rank, *sizes, *given)
+        exported = {}
+        if spread:
+            exported = _exchange_parts(module, mesh, pool, seats, settings, heap is None)
         for seat in seats:
-            _connect(module, pool, seat, exported)
+            if heap is None:
+                _connect(module, pool, seat, exported)
+            else:
+                _connect_heap(module, pool, seat, _processes(mesh), heap, address)
     except BaseException:
         module.remove_pool(pool)
         raise
@@ -225,13 +282,23 @@ def _open_pool(mesh: Mesh, seats: list[_Seat], settings: tuple, spread: bool) ->
 
 
 def _exchange_parts(
-    module: ModuleType, mesh: Mesh, pool: int, seats: list[_Seat], settings: tuple
+    module: ModuleType,
+    mesh: Mesh,
+    pool: int,
+    seats: list[_Seat],
+    settings: tuple,
+    exports: bool,
 ) -> dict[int, bytes]:
-    """What the parts of all processes are opened with, by global number of the device."""
+    """What the parts of all processes are opened with, by global number of the device, if they are.
+
+    All parts are there once it returns.
+    """
     host = _BOOT_ID.read_text().strip()
-    parts = {seat.device.id: module.export_member(pool, seat.ordinal).hex() for seat in seats}
+    parts = {}
+    if exports:
+        parts = {seat.device.id: module.export_member(pool, seat.ordinal).hex() for seat in seats}
     own = {"host": host, "settings": list(settings), "parts": parts}
-    processes = sorted({device.process_index for device in mesh.devices.flat})
+    processes = _processes(mesh)
     key = f"magi_jax/symmetric_memory/{pool}"
     payloads = exchange(key, json.dumps(own).encode(), processes, settings[2])
     exported: dict[int, bytes] = {}
@@ -259,4 +326,14 @@ def _connect(module: ModuleType, pool: int, seat: _Seat, exported: dict[int, byt
             module.connect_local(pool, seat.ordinal, rank, peer.local_hardware_id)
         else:
             module.connect_exported(pool, seat.ordinal, rank, exported[peer.id])
+    module.finish_connecting(pool, seat.ordinal)
+
+
+def _connect_heap(
+    module: ModuleType, pool: int, seat: _Seat, processes: list[int], heap: Heap, address: int
+) -> None:
+    for rank, peer in enumerate(seat.group):
+        if rank != seat.rank:
+            (mapped,) = heap.mapped(address, [processes.index(peer.process_index)])
+            module.connect_mapped(pool, seat.ordinal, rank, mapped)
     module.finish_connecting(pool, seat.ordinal)

@@ -1,4 +1,4 @@
-"""One process of several, each with one GPU: python group_worker.py SCENARIO PROCESS COUNT PORT."""
+"""One process of several, each with one GPU: python group_worker.py SCENARIO PLACEMENT PROCESS COUNT PORT."""
 
 import os
 import re
@@ -20,17 +20,19 @@ ROOM = 1 << 20
 
 
 def main() -> None:
-    scenario, process, count, port = sys.argv[1], *map(int, sys.argv[2:])
+    scenario, placement = sys.argv[1:3]
+    process, count, port = map(int, sys.argv[3:])
     jax.distributed.initialize(f"127.0.0.1:{port}", count, process, local_device_ids=[process])
     mesh = Mesh(np.array(jax.devices()), ("cp",), axis_types=(AxisType.Auto,))
     # Every process makes the same tables and arrays.
     rng = np.random.default_rng(int(os.environ["SEED"]))
-    {"conformance": conformance, "killed": killed, "plans": plans}[scenario](mesh, rng)
+    run = {"conformance": conformance, "killed": killed, "plans": plans}[scenario]
+    run(mesh, {"placement": placement, "staging_bytes": ROOM}, rng)
     print("passed", flush=True)
 
 
-def conformance(mesh: Mesh, rng: np.random.Generator) -> None:
-    with symmetric_memory(mesh, "cp", staging_bytes=ROOM, timeout_s=60) as memory:
+def conformance(mesh: Mesh, room: dict, rng: np.random.Generator) -> None:
+    with symmetric_memory(mesh, "cp", timeout_s=60, **room) as memory:
         assert "several processes of one host" in memory.describe()
         run = collective(mesh, memory.transport)
         for step in range(100):
@@ -43,9 +45,9 @@ def conformance(mesh: Mesh, rng: np.random.Generator) -> None:
             np.testing.assert_allclose(reduced, numpy_reduce(y, comm), rtol=2e-6, atol=2e-6)
 
 
-def killed(mesh: Mesh, rng: np.random.Generator) -> None:
+def killed(mesh: Mesh, room: dict, rng: np.random.Generator) -> None:
     """The last process goes without a word; the others end with an error that names it."""
-    memory = symmetric_memory(mesh, "cp", staging_bytes=ROOM, timeout_s=3)
+    memory = symmetric_memory(mesh, "cp", timeout_s=3, **room)
     run = collective(mesh, memory.transport)
     comm = padded(random_comm(rng, mesh.size))
     arrays = normal(rng, mesh.size, SRC_ROWS, 3, 8), normal(rng, mesh.size, DST_ROWS, 3, 8)
@@ -70,9 +72,9 @@ def call_for(time_s: float, call) -> None:
         call()
 
 
-def plans(mesh: Mesh, rng: np.random.Generator) -> None:
+def plans(mesh: Mesh, room: dict, rng: np.random.Generator) -> None:
     """Processes with different tables are told apart before a row moves."""
-    with symmetric_memory(mesh, "cp", staging_bytes=ROOM, timeout_s=30) as memory:
+    with symmetric_memory(mesh, "cp", timeout_s=30, **room) as memory:
         both = [padded(random_comm(rng, mesh.size)) for _ in range(2)]
         comm = both[int(jax.process_index() == 0)]
         x = normal(rng, mesh.size, SRC_ROWS, 3, 8)

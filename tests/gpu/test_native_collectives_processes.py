@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from magi_jax.comm.nvshmem import find_library
+
 WORKER = Path(__file__).with_name("group_worker.py")
 TRANSFERS = WORKER.parent.parent / "comm"
 COUNT = 2
+PLACEMENTS = ["staged"] if find_library() is None else ["staged", "nvshmem"]
 
 
-def run_processes(scenario: str) -> list[tuple[int, str]]:
+def run_processes(scenario: str, placement: str = "staged") -> list[tuple[int, str]]:
     """Return code and output of every process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -25,7 +28,7 @@ def run_processes(scenario: str) -> list[tuple[int, str]]:
     environment = os.environ | {"SEED": str(seed), "PYTHONPATH": path}
     workers = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), scenario, str(process), str(COUNT), str(port)],
+            [sys.executable, str(WORKER), scenario, placement, *map(str, (process, COUNT, port))],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -41,9 +44,10 @@ def run_processes(scenario: str) -> list[tuple[int, str]]:
     return [(worker.returncode, out) for worker, out in zip(workers, outputs, strict=True)]
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("scenario", ["conformance", "plans"])
-def test_processes(scenario):
-    for code, output in run_processes(scenario):
+def test_processes(scenario, placement):
+    for code, output in run_processes(scenario, placement):
         assert code == 0, output
         assert "passed" in output
 

@@ -62,16 +62,21 @@ const char* KindName(Kind kind) {
   return "a call";
 }
 
+int64_t MemberBytes(int32_t cp_size, int64_t staging_bytes) {
+  return Layout(cp_size).staging + Align(staging_bytes);
+}
+
 std::unique_ptr<Member> Member::Create(const MemberConfig& config, std::string* error) {
   const CurrentDevice current(config.device);
   std::unique_ptr<Member> member(new Member(config));
-  member->memory_bytes_ = Layout(config.cp_size).staging + Align(config.staging_bytes);
+  member->memory_bytes_ = MemberBytes(config.cp_size, config.staging_bytes);
+  member->memory_ = config.memory;
   cudaError_t status = current.error();
   const auto run = [&](cudaError_t result) {
     if (status == cudaSuccess) status = result;
     return status == cudaSuccess;
   };
-  if (run(cudaMalloc(&member->memory_, member->memory_bytes_)) &&
+  if ((config.memory != nullptr || run(cudaMalloc(&member->memory_, member->memory_bytes_))) &&
       run(cudaMemset(member->memory_, 0, Layout(config.cp_size).staging)) &&
       run(cudaHostAlloc(reinterpret_cast<void**>(&member->record_), sizeof(FailureRecord),
                         cudaHostAllocMapped | cudaHostAllocPortable)) &&
@@ -111,7 +116,7 @@ Member::~Member() {
   if (fork_ != nullptr) cudaEventDestroy(fork_);
   if (side_ != nullptr) cudaStreamDestroy(side_);
   if (record_ != nullptr) cudaFreeHost(record_);
-  if (memory_ != nullptr) cudaFree(memory_);
+  if (config_.memory == nullptr && memory_ != nullptr) cudaFree(memory_);
 }
 
 std::string Member::Export(std::string* error) const {
@@ -167,9 +172,14 @@ std::string Member::ConnectExported(int32_t peer_rank, const std::string& export
         status);
   }
   opened_.push_back(memory);
-  outbox_[peer_rank] = MailboxAt(memory);
-  bases_[peer_rank] = reinterpret_cast<uint64_t>(At<char>(memory, Layout(config_.cp_size).staging));
+  ConnectMapped(peer_rank, memory);
   return "";
+}
+
+void Member::ConnectMapped(int32_t peer_rank, void* peer_memory) {
+  outbox_[peer_rank] = MailboxAt(peer_memory);
+  bases_[peer_rank] =
+      reinterpret_cast<uint64_t>(At<char>(peer_memory, Layout(config_.cp_size).staging));
 }
 
 std::string Member::FinishConnecting() {

@@ -29,7 +29,11 @@ struct MemberConfig {
   int64_t staging_bytes;
   int64_t timeout_ns;
   int32_t num_blocks;  // of the kernels that move rows
+  void* memory;        // MemberBytes() that somebody else allocated and frees; null: allocate it
 };
+
+// Device memory of a member.
+int64_t MemberBytes(int32_t cp_size, int64_t staging_bytes);
 
 // One rank's place in a pool. Made and connected at set-up by one thread; used by the thread that
 // runs the device.
@@ -52,6 +56,8 @@ class Member {
   // Tells where the memory of a peer is. Each returns an error or nothing.
   std::string ConnectLocal(int32_t peer_rank, int32_t peer_device, void* peer_memory);
   std::string ConnectExported(int32_t peer_rank, const std::string& exported);
+  // The memory of a peer, where this device reaches it.
+  void ConnectMapped(int32_t peer_rank, void* peer_memory);
   std::string FinishConnecting();
 
   // A call runs on a stream of the member's own: after what `stream` holds so far, beside what it

@@ -23,9 +23,10 @@ std::shared_ptr<comm::Member> FindMember(int32_t pool, int32_t device) {
 }
 
 void AddMember(int32_t pool, int32_t device, int32_t rank, int32_t cp_size, int64_t staging_bytes,
-               double timeout_s, int32_t num_blocks) {
+               double timeout_s, int32_t num_blocks, uintptr_t memory) {
   ThrowIfError(comm::Pools::Get().Add({pool, device, rank, cp_size, staging_bytes,
-                                       static_cast<int64_t>(timeout_s * 1e9), num_blocks}));
+                                       static_cast<int64_t>(timeout_s * 1e9), num_blocks,
+                                       reinterpret_cast<void*>(memory)}));
 }
 
 py::bytes Export(int32_t pool, int32_t device) {
@@ -44,6 +45,10 @@ void ConnectExported(int32_t pool, int32_t device, int32_t peer_rank, const std:
   ThrowIfError(FindMember(pool, device)->ConnectExported(peer_rank, handle));
 }
 
+void ConnectMapped(int32_t pool, int32_t device, int32_t peer_rank, uintptr_t memory) {
+  FindMember(pool, device)->ConnectMapped(peer_rank, reinterpret_cast<void*>(memory));
+}
+
 void FinishConnecting(int32_t pool, int32_t device) {
   ThrowIfError(FindMember(pool, device)->FinishConnecting());
 }
@@ -56,10 +61,15 @@ int64_t AllocatedBytes(int32_t pool, int32_t device) {
 
 void BindGroup(py::module_& m) {
   m.def("next_pool", [] { return comm::Pools::Get().NextNumber(); }, "A number not given before.");
-  m.def("add_member", &AddMember, "Allocates one device's part of a pool.");
+  m.def("add_member", &AddMember,
+        "Makes one device's part of a pool, in memory of its own (0) or given.", py::arg("pool"),
+        py::arg("device"), py::arg("rank"), py::arg("cp_size"), py::arg("staging_bytes"),
+        py::arg("timeout_s"), py::arg("num_blocks"), py::arg("memory") = 0);
+  m.def("member_bytes", &comm::MemberBytes, "Device memory that a part needs.");
   m.def("export_member", &Export, "Bytes with which another process opens the part.");
   m.def("connect_local", &ConnectLocal, "Tells a part of a peer in this process.");
   m.def("connect_exported", &ConnectExported, "Tells a part of a peer in another process.");
+  m.def("connect_mapped", &ConnectMapped, "Tells a part of a peer whose memory is mapped here.");
   m.def("finish_connecting", &FinishConnecting, "Gives the table of peers to the device.");
   m.def("allocated_bytes", &AllocatedBytes, "Device memory of one part.");
   m.def("pool_failure", &comm::PoolFailure, "What went wrong, or an empty string.");
