@@ -16,7 +16,8 @@
 namespace magi_jax::sm90 {
 
 constexpr int kPlanThreads = 1024;
-constexpr int kItemsPerSm = 10;  // at least, while items are not too short
+constexpr int kItemsPerSm = 10;   // at least, while items are not too short
+constexpr int kShortestItem = 8;  // blocks of an item at least, however little there is to do
 constexpr int kMergeThreads = 256, kMergeBlocks = 32;
 
 // Blocks that a table tile walks for one head, at most; a table may be hostile.
@@ -88,8 +89,10 @@ struct TileStats {
     const bool enough = int64_t{num_tiles} * params.num_kv_heads * 10 >= int64_t{num_sms} * 9;
     const bool fits = int64_t{most_blocks} * group <= params.item_blocks;
     if (alike && enough && fits) return params.item_blocks;
-    return static_cast<int>(min(max(share / kItemsPerSm, int64_t{params.least_item_blocks}),
-                                int64_t{params.item_blocks}));
+    // Where a whole SM has little to do, short items cost less than SMs that end early.
+    const int64_t least =
+        min(max(share / 4, int64_t{kShortestItem}), int64_t{params.least_item_blocks});
+    return static_cast<int>(min(max(share / kItemsPerSm, least), int64_t{params.item_blocks}));
   }
 };
 
