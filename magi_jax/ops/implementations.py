@@ -61,7 +61,8 @@ def platform_of(x: Any) -> str | None:
 
 
 def _default_platform() -> str:
-    chosen = jax.config.jax_default_device
+    config: Any = jax.config  # its options are unknown to type checkers
+    chosen = config.jax_default_device
     if chosen is None:
         return jax.default_backend()
     platform = chosen if isinstance(chosen, str) else chosen.platform
