@@ -86,7 +86,10 @@ def _explain(flags: argparse.Namespace) -> int:
         print(sentence)
     if not flags.no_picture:
         flags.out.parent.mkdir(parents=True, exist_ok=True)
-        plot_plan(plan, flags.out, report)
+        try:
+            plot_plan(plan, flags.out, report)
+        except ImportError as error:
+            raise ImportError(f"{error}, or say --no-picture") from None
         print(f"picture: {flags.out}")
     return 0
 

@@ -1,6 +1,7 @@
 """`python -m magi_jax`: masks from JSON, reports, pictures, and errors in one line."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -83,6 +84,16 @@ def test_explain_says_in_one_line_what_is_wrong(tmp_path, capsys):
     assert main(["explain", str(tmp_path / "mask.json"), "--cp", "2"]) == 1
     assert "error: " in (error := capsys.readouterr().err)
     assert error.count("\n") == 1
+
+
+def test_explain_without_matplotlib_says_how_to_do_without(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = tmp_path / "mask.json"
+    path.write_text('{"builder": "causal", "q_len": 512}')
+    assert main(["explain", str(path), "--cp", "2"]) == 1
+    printed = capsys.readouterr()
+    assert "imbalance" in printed.out
+    assert printed.err.endswith("pip install matplotlib, or say --no-picture\n")
 
 
 def test_info_tells_what_was_built(capsys):
