@@ -125,14 +125,17 @@ class Stages:
         remote = Fetches(self._link, (k, v), after(stages.comm, dout), kept[: len(stages.comm)])
         late = self._late(after(stages.late, dout), *kept[len(stages.comm) :])
         of_late_keys = late.fetch((k, v)) if late else None
-        dout = behind(remote.behind_start(dout), of_late_keys)
+        dout, zero = behind(remote.behind_start((dout, jnp.zeros((), jnp.float32))), of_late_keys)
         delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
         rows = (dout, q, lse, delta)
         travel, returned_dq = self._travel(plan), None
         visitors = travel.send(rows) if travel else ()
         # Own keys come last: their gradients stay, and hide the way back of the last stage's.
-        # Each call adds to the dQ of those before it.
-        dq, returns = self._remote_gradients(gradients, rows, remote, stages)
+        # Each call adds to the dQ of those before it. Zeros to begin with hide the first fetch.
+        dq = None
+        if stages.comm or late:
+            dq = jnp.broadcast_to(zero, q.shape)
+        dq, returns = self._remote_gradients(gradients, rows, dq, remote, stages)
         of_late = None
         if late:
             dq, of_late = late.differentiate(gradients, rows, of_late_keys, dq)
@@ -157,9 +160,9 @@ class Stages:
         dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
 
-    def _remote_gradients(self, gradients, rows, remote: Fetches, stages):
-        """Of all remote stages: dQ, None where there is none, and the way back of dK and dV."""
-        (*others, delta), dq, returns = rows, None, Returns(self._link)
+    def _remote_gradients(self, gradients, rows, dq, remote: Fetches, stages):
+        """dQ with what all remote stages add, and the way back of their dK and dV."""
+        (*others, delta), returns = rows, Returns(self._link)
         for stage, table in enumerate(stages.calc[1:]):
             keys_values, (delta, dq) = remote.take(stage, (delta, dq))
             table = returns.behind_start(remote.behind_start(table))
