@@ -161,7 +161,7 @@ class Stages:
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
 
     def _remote_gradients(self, gradients, rows, dq, remote: Fetches, stages):
-        """dQ with what all remote stages add, and the way back of their dK and dV."""
+        """What all remote stages add to dQ, and the way back of their dK and dV."""
         (*others, delta), returns = rows, Returns(self._link)
         for stage, table in enumerate(stages.calc[1:]):
             keys_values, (delta, dq) = remote.take(stage, (delta, dq))
