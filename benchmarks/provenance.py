@@ -13,7 +13,9 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
-PLACES = ("--commit", "--json", "--out", "--pictures", "--pieces", "--workloads", "--works")
+PLACES = (
+    "--commit", "--jobs", "--json", "--out", "--pictures", "--pieces", "--workloads", "--works",
+)  # fmt: skip
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "tokamax")
 
 

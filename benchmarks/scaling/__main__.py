@@ -56,6 +56,7 @@ def main() -> None:
     time.add_argument("--out", type=pathlib.Path, default=KERNELS)
     for command in (prepare, time, simulate):
         command.add_argument("--works", type=pathlib.Path, help="file that keeps plans and layouts")
+        command.add_argument("--jobs", type=int, default=1, help="processes that make them")
         command.add_argument("--kernels", type=pathlib.Path, nargs="+", default=[KERNELS])
     simulate.add_argument("--out", type=pathlib.Path, default=RESULTS / "scaling.json")
     simulate.add_argument("--pictures", type=pathlib.Path, default=ROOT / "docs" / "pictures")

@@ -1,9 +1,12 @@
 """Prepares, times and simulates all problems and strategies."""
 
 import json
+import lzma
+import multiprocessing
 import pathlib
 import pickle
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 from provenance import save
@@ -22,6 +25,7 @@ from scaling.work import (
     Piece,
     Work,
     make_work,
+    problem_names,
     problems,
     strategy_names,
 )
@@ -30,20 +34,36 @@ from scaling.work import (
 def all_work(args) -> Posed:
     """Works of all problems and strategies; from a file where one is named and there."""
     if args.works and args.works.exists():
-        return pickle.loads(args.works.read_bytes())
+        return pickle.loads(lzma.decompress(args.works.read_bytes()))
     posed = Posed({}, {}, {})
-    for cp in args.cp:
-        started = time.perf_counter()
-        for mask, problem in problems(cp, args.tokens_per_rank, args.masks).items():
-            posed.areas[cp, mask] = problem.mask.area
-            for name in strategy_names(problem, cp):
-                posed.works[cp, mask, name] = make_work(name, problem, cp, posed.pieces)
-        used = time.perf_counter() - started
-        print(f"cp {cp}: {used:.0f} s, {len(posed.pieces)} pieces", flush=True)
+    started = time.perf_counter()
+    # The largest first, so that no process is left with one of them at the end.
+    every = [
+        (cp, mask, args.tokens_per_rank)
+        for cp in sorted(args.cp, reverse=True)
+        for mask in args.masks or problem_names()
+    ]
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        for (cp, mask, _), found in zip(every, pool.map(work_of, every), strict=True):
+            for mine, new in zip(posed, found, strict=True):
+                mine.update(new)
+            used = time.perf_counter() - started
+            print(f"cp {cp}, {mask}: {used:.0f} s, {len(posed.pieces)} pieces", flush=True)
     if args.works:
         args.works.parent.mkdir(parents=True, exist_ok=True)
-        args.works.write_bytes(pickle.dumps(posed))
+        args.works.write_bytes(lzma.compress(pickle.dumps(posed), preset=1))
     return posed
+
+
+def work_of(problem: tuple[int, str, int]) -> Posed:
+    """Works of all strategies on one problem: number of ranks, mask, tokens of a rank."""
+    cp, mask, tokens = problem
+    found = Posed({}, {}, {})
+    ((_, posed),) = problems(cp, tokens, [mask]).items()
+    found.areas[cp, mask] = posed.mask.area
+    for name in strategy_names(posed, cp):
+        found.works[cp, mask, name] = make_work(name, posed, cp, found.pieces)
+    return found
 
 
 def prepare(args) -> dict[str, Order]:

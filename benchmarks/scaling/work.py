@@ -118,6 +118,11 @@ def problems(
     return {name: Problem(mask, document_lengths(mask)) for name, mask in made.items()}
 
 
+def problem_names() -> list[str]:
+    """Names of all masks."""
+    return [*FAMILIES, "anchor_varlen_full", "anchor_varlen_causal"]
+
+
 def document_lengths(mask: AttnMask) -> np.ndarray:
     """Lengths of the shortest stretches of the sequence that do not see each other, ``[D]``."""
     rows = mask.slices
