@@ -11,6 +11,7 @@ its batches is printed at the end, and the state of the pipeline is an object th
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import time
@@ -120,10 +121,11 @@ def main() -> None:
         f"{1e3 * per_step:.1f} ms a step, of which {1e3 * np.mean(waits):.2f} ms waiting for the batch"
     )
     saved = batches.get_state()
-    expected, _ = jax.tree.flatten(next(batches))
-    again = iter(planned_batches(flags))
-    again.set_state(saved)
-    same = all(map(np.array_equal, expected, jax.tree.leaves(next(again))))
+    expected = jax.tree.leaves(next(batches))
+    batches.close()  # its processes end, and what they had made ahead is given back
+    with contextlib.closing(iter(planned_batches(flags))) as again:
+        again.set_state(saved)
+        same = all(map(np.array_equal, expected, jax.tree.leaves(next(again))))
     print(f"pipeline resumed from its state gives the same next batch: {same}")
     if not same:
         raise SystemExit("error: the resumed pipeline went on differently")
