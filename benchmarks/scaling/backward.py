@@ -10,9 +10,11 @@ def backward_us(work: Work, times: Times, moves: Moves, machine: Machine) -> flo
     """Microseconds of the slowest rank.
 
     Remote stages come first, late queries as one of them, own keys last: they hide the last reduce.
-    ``delta`` is made beside the first cast. The dQ of a call is added to those before by its kernel.
+    ``delta`` is made and dQ is cleared beside the first cast. Kernels add their dQ to those before.
     """
+    remote = len(moves.cast) > 0
     delta_us = np.full(moves.cast.shape[1], 4 * elements(work.rows) / machine.memory)
+    delta_us += 4 * elements(work.rows) / machine.memory * remote
     travels = times.travel_backward is not None
     link = moves.travel_out if travels else np.zeros_like(delta_us)
     stages = _in_one_step if moves.within is None else _in_two_steps
@@ -22,7 +24,6 @@ def backward_us(work: Work, times: Times, moves: Moves, machine: Machine) -> flo
         busy = np.maximum(busy, moves.travel_out) + times.travel_backward
         back = np.maximum(back, busy) + moves.travel_back
     # A last sum is one with the way to bfloat16: of dQ that travelled, and of dK and dV, of which few are.
-    remote = len(moves.cast) > 0
     last_us = (4 * (1 + travels) + 2) * elements(work.rows) / machine.memory
     last_us += (4 * (1 + remote) + 2) * 2 * work.rows * NUM_KV_HEADS * HEAD_DIM / machine.memory
     return float(np.maximum(busy, back).max()) + last_us
