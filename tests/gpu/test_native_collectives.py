@@ -247,6 +247,8 @@ def test_refusals(rng):
     x = normal(rng, 2, SRC_ROWS, 3)
     with pytest.raises(ValueError, match="staged operands need room"):
         symmetric_memory(mesh, "cp", placement="staged")
+    with pytest.raises(ValueError, match=r"nvshmem.* is for ranks in several processes"):
+        symmetric_memory(mesh, "cp", placement="nvshmem", staging_bytes=64)
     with symmetric_memory(mesh, "cp", placement="staged", staging_bytes=64) as memory:
         cast = sharded(lambda c, x: group_cast(x, c, "cp", transport=memory.transport), mesh)
         with pytest.raises(jax.errors.JaxRuntimeError, match="has room for 64 bytes"):
