@@ -33,7 +33,7 @@ from magi_jax.plan import AttentionPlan
 REMOTE_KV_NAME = "remote_kv"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DistOptions:
     """How and where `dist_attention` runs; what it computes are its arguments. Hashable.
 

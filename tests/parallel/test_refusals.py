@@ -132,3 +132,8 @@ def test_local_rows_inside_a_shard_map():
     )
     with pytest.raises(ValueError, match=f"q has {ROWS} rows, but the plan lays {ROWS // 4} out"):
         jax.eval_shape(run, tensor(ROWS, 2, 8))
+
+
+def test_options_are_named():
+    with pytest.raises(TypeError, match="positional"):
+        DistOptions(True)
