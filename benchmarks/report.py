@@ -65,6 +65,12 @@ def sections() -> list[tuple[str, str, str, Callable[[dict], list[str]]]]:
             write.kernels,
         ),
         (
+            "Kernels on one GPU, beside tokamax and PyTorch",
+            "kernels_peers_gpu.json",
+            f"{python}kernels.py --head-dims 128 --lengths 8192 32768",
+            write.kernel_peers,
+        ),
+        (
             "8 to 64 GPUs, simulated",
             "scaling.json",
             f"{python}scaling simulate",
