@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from magi_jax import data, flax, masks, testing
+    from magi_jax import comm, data, flax, masks, testing
     from magi_jax.comm import group_cast, group_reduce
     from magi_jax.masks import AttnMask, AttnSlice, MaskType
     from magi_jax.ops import (
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from magi_jax.parallel.dist_attention import dist_attention
     from magi_jax.plan import AttentionPlan, PlanConfig, PlanSpec, make_plan, stack_plans
     from magi_jax.plan.slice_table import slice_table
+    from magi_jax.solver.cost.machine import Machine
+    from magi_jax.solver.cost.model import CostModel
 
 __version__ = "0.1.0"
 
@@ -30,12 +32,15 @@ __all__ = [
     "AttentionPlan",
     "AttnMask",
     "AttnSlice",
+    "CostModel",
     "DistOptions",
+    "Machine",
     "MaskType",
     "PlanConfig",
     "PlanSpec",
     "block_sparse_table",
     "build_info",
+    "comm",
     "data",
     "dispatch",
     "dist_attention",
@@ -53,7 +58,7 @@ __all__ = [
     "undispatch",
 ]
 
-_SUBPACKAGES = ("data", "flax", "masks", "testing")
+_SUBPACKAGES = ("comm", "data", "flax", "masks", "testing")
 
 _NAMES_OF = {
     "masks": ("AttnMask", "AttnSlice", "MaskType"),
@@ -73,6 +78,8 @@ _NAMES_OF = {
     ),
     "comm": ("group_cast", "group_reduce"),
     "parallel": ("DistOptions", "dispatch", "dist_attention", "roll", "undispatch"),
+    "solver.cost.machine": ("Machine",),
+    "solver.cost.model": ("CostModel",),
 }
 
 _HOME = {name: home for home, names in _NAMES_OF.items() for name in names}
