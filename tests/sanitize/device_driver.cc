@@ -28,8 +28,10 @@ namespace {
 // What a problem file starts with; `device_sanitizers.py` writes the same.
 struct Header {
   Problem problem;
-  DType partial_dtype;           // of out, dk and dv
-  int32_t accumulate;            // forward: merge into `out` and `lse`
+  DType partial_dtype;  // of out, dk and dv
+  // 1: results are added to those of other calls in place, 2: `out` is made of float32 results.
+  int32_t accumulate;
+  int32_t row_max;               // forward: whether the largest logits are asked for
   int32_t backward;              // whether the backward pass runs too
   int32_t query_runs, key_runs;  // R of the two walks
   int32_t query_ids, key_ids;    // I, likewise
@@ -144,13 +146,17 @@ void RunProblem(const std::string& path, std::istream* file, std::ostream* resul
   const Walk by_query(file, header.query_tiles, header.query_runs, header.query_ids);
   const Walk by_key(file, header.key_tiles, header.key_runs, header.key_ids);
 
-  // Of the forward pass; not written before, but where it merges into them.
+  // Of the forward pass; not written before, but where it adds to them.
   const size_t out_bytes = rows * v_dim * partial;
-  const bool merge = header.accumulate != 0;
-  const Memory out(out_bytes), lse(rows * 4), row_max(rows * 4);
-  if (merge) {
-    Check(cudaMemset(out.as<void>(), 0, out_bytes), "memset");
+  const bool adds = header.accumulate != 0, in_place = header.accumulate == 1;
+  const Memory out(out_bytes), lse(rows * 4), row_max(header.row_max != 0 ? rows * 4 : 0);
+  const size_t other_bytes = header.accumulate == 2 ? rows * v_dim * 4 : 0;
+  const Memory other(other_bytes);
+  const void* const earlier = in_place ? out.as<void>() : other.as<void>();
+  if (adds) {
     // An lse of -inf: nothing was seen before.
+    if (in_place) Check(cudaMemset(out.as<void>(), 0, out_bytes), "memset");
+    if (!in_place) Check(cudaMemset(other.as<void>(), 0, other_bytes), "memset");
     const std::vector<uint32_t> none(rows, 0xff800000u);
     Check(cudaMemcpy(lse.as<void>(), none.data(), rows * 4, cudaMemcpyHostToDevice), "memcpy");
   }
@@ -165,8 +171,8 @@ void RunProblem(const std::string& path, std::istream* file, std::ostream* resul
   forward.lse = lse.as<float>();
   forward.row_max = row_max.as<float>();
   forward.out_dtype = header.partial_dtype;
-  forward.earlier = merge ? out.as<void>() : nullptr;
-  forward.earlier_dtype = header.partial_dtype;
+  forward.earlier = adds ? earlier : nullptr;
+  forward.earlier_dtype = in_place ? header.partial_dtype : DType::kF32;
   RunForward(path, forward);
   Check(cudaDeviceSynchronize(), "forward");
   for (const Memory* result : {&out, &lse, &row_max}) result->WriteTo(results);
@@ -185,6 +191,8 @@ void RunProblem(const std::string& path, std::istream* file, std::ostream* resul
   backward.by_query = by_query.table;
   backward.by_key = by_key.table;
   backward.dq = dq.as<float>();
+  backward.accumulate = adds;
+  if (adds) Check(cudaMemset(dq.as<void>(), 0, rows * dim * 4), "memset");
   backward.dk = dk.as<void>();
   backward.dv = dv.as<void>();
   backward.dkv_dtype = header.partial_dtype;

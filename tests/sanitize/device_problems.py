@@ -27,7 +27,8 @@ class Case:
     dtype: str = "bfloat16"
     cap: float = 0.0
     float32_results: bool = True
-    accumulate: bool = False
+    accumulate: int = 0  # 1: added to other results in place, 2: merged from float32 into the dtype
+    row_max: bool = True
     backward: bool = True
     poison: bool = False
 
@@ -39,7 +40,17 @@ def cases() -> dict[str, Case]:
     blocks = masks.uniform_block_causal(np.array([200, 131]), 64)
     return {
         "causal": Case(masks.causal(300), float32_results=False),
-        "blocks_merged": Case(blocks, (4, 1, 128, 128), "float16", accumulate=True),
+        "blocks_merged": Case(blocks, (4, 1, 128, 128), "float16", accumulate=1),
+        "late_in_place": Case(
+            masks.causal(70, 90).shift(200, 100, 520, 300),
+            (4, 2, 64, 64),
+            float32_results=False,
+            accumulate=1,
+            row_max=False,
+        ),
+        "window_ended": Case(
+            masks.local(200, window=(60, 0)), (4, 1, 128, 128), float32_results=False, accumulate=2
+        ),
         "poisoned_documents": Case(masks.varlen(documents, causal=True), poison=True),
         "capped_window": Case(masks.local(257, window=(70, 9)), (2, 2, 64, 64), cap=3.0),
         "short_documents": Case(
@@ -93,11 +104,11 @@ def write(case: Case, operands: Operands, path: Path) -> None:
     N, K, H, Hv = case.heads
     code = DTYPES[case.dtype][0]
     header = struct.pack(
-        "<7i2f2i9i",
+        "<7i2f2i10i",
         case.mask.q_len, case.mask.k_len, N, K, H, Hv, TILE_SIZE,
         H**-0.5, case.cap,
         code, len(table.slices),
-        0 if case.float32_results else code, case.accumulate, case.backward,
+        0 if case.float32_results else code, case.accumulate, case.row_max, case.backward,
         len(by_query.runs), len(by_key.runs), len(by_query.ids), len(by_key.ids),
         len(by_query.order), len(by_key.order),
     )  # fmt: skip
@@ -110,7 +121,9 @@ def write(case: Case, operands: Operands, path: Path) -> None:
 def result_dtypes(case: Case) -> dict[str, type]:
     """Names and dtypes of the results, in the order of their file."""
     partial = np.float32 if case.float32_results else DTYPES[case.dtype][1]
-    dtypes = {"out": partial, "lse": np.float32, "row_max": np.float32}
+    dtypes = {"out": partial, "lse": np.float32}
+    if case.row_max:
+        dtypes |= {"row_max": np.float32}
     return dtypes | ({"dq": np.float32, "dk": partial, "dv": partial} if case.backward else {})
 
 
