@@ -6,7 +6,7 @@ import numpy as np
 
 from magi_jax.masks import AttnMask
 from magi_jax.plan.attention_plan import AttentionPlan, assemble
-from magi_jax.plan.config import PlanConfig
+from magi_jax.plan.config import PlanConfig, positive
 from magi_jax.plan.frame import Frame, check_mask, require_frame
 from magi_jax.plan.lay_out.dispatch import lay_out_dispatch
 from magi_jax.plan.lay_out.work import lay_out_work
@@ -48,10 +48,10 @@ def make_plan(
     started = time.perf_counter()
     config = PlanConfig() if config is None else config
     frame = _make_frame(mask, cp_size, config, spec)
-    machine = machine_of(config.machine, cp_size, spec)
+    machine = machine_of(config.machine, frame.cp_size, spec)
     ranges = travelling_ranges(config.travelling, mask.slices, frame, machine, spec)
     problem = _problem(mask.slices, ranges, frame, config)
-    layout = dispatch.make_layout(STRATEGIES[config.dispatch](problem), cp_size)
+    layout = dispatch.make_layout(STRATEGIES[config.dispatch](problem), frame.cp_size)
     work = settle_work(
         mask.slices, ranges, layout, Keys(layout, frame.local_len), machine, config.engine,
         may_stay=config.travelling == "auto",
@@ -82,8 +82,7 @@ def _problem(
 
 def _make_frame(mask: AttnMask, cp_size: int, config: PlanConfig, spec: PlanSpec | None) -> Frame:
     """Settles the identities of the plan from mask, config and spec, and checks them."""
-    if cp_size < 1:
-        raise ValueError(f"cp_size must be at least 1, got {cp_size}")
+    cp_size = positive("cp_size", cp_size)
     seq_len = config.seq_len or (mask.q_len if spec is None else spec.seq_len)
     if seq_len < 1:
         raise ValueError("a plan needs at least one token, the mask has none")

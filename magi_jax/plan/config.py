@@ -1,7 +1,11 @@
 """The knobs of planning."""
 
 import itertools
+import operator
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from magi_jax.plan.lay_out.ways import AUTO, LATE, Overlap
 from magi_jax.plan.solve import Travelling
@@ -11,6 +15,17 @@ from magi_jax.solver.dispatch.balanced import EFFORTS
 from magi_jax.solver.dispatch.strategies import STRATEGIES
 from magi_jax.solver.engine import check_engine
 from magi_jax.solver.slice_table import TILE_SIZE
+
+
+def positive(name: str, value: Any) -> int:
+    """A Python integer of at least 1: those of NumPy are equal to it, but not in a fingerprint."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -59,22 +74,18 @@ class PlanConfig:
     tile_size: int = TILE_SIZE
 
     def __post_init__(self):
-        for name in ("seq_len", "chunk_size"):
+        for name in ("seq_len", "chunk_size", "ranks_per_node", "tile_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None:
+                object.__setattr__(self, name, positive(name, value))
         if self.dispatch not in STRATEGIES:
             raise ValueError(f"dispatch must be one of {sorted(STRATEGIES)}, got {self.dispatch!r}")
         if self.effort not in EFFORTS:
             raise ValueError(f"effort must be one of {sorted(EFFORTS)}, got {self.effort!r}")
         check_engine(self.engine)
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node must be at least 1, got {self.ranks_per_node}")
         self._check_two_level()
         self._check_overlap()
         self._check_travelling()
-        if self.tile_size < 1:
-            raise ValueError(f"tile_size must be at least 1, got {self.tile_size}")
         object.__setattr__(self, "roll_shifts", tuple(int(s) for s in self.roll_shifts))
         if len(set(self.roll_shifts)) != len(self.roll_shifts):
             raise ValueError(f"roll_shifts names a shift twice: {self.roll_shifts}")
@@ -92,12 +103,18 @@ class PlanConfig:
 
     def _check_overlap(self) -> None:
         counts = self.overlap if isinstance(self.overlap, tuple) else (self.overlap,) * 2
-        numbers = len(counts) == 2 and all(isinstance(n, int) and n >= 1 for n in counts)
-        if self.overlap not in (AUTO, LATE) and not numbers:
+        numbers = len(counts) == 2 and all(
+            isinstance(n, int | np.integer) and n >= 1 for n in counts
+        )
+        if self.overlap in (AUTO, LATE):
+            return
+        if not numbers:
             raise ValueError(
                 'overlap must be "auto", "late", an integer of at least 1, or a pair of them, got'
                 f" {self.overlap!r}"
             )
+        settled = tuple(map(int, counts)) if isinstance(self.overlap, tuple) else int(counts[0])
+        object.__setattr__(self, "overlap", settled)
 
     def _check_travelling(self) -> None:
         if isinstance(self.travelling, str):

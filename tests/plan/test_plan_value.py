@@ -39,6 +39,28 @@ def test_fingerprint_sees_every_leaf_and_the_spec():
     assert len(changed) == len(jax.tree.leaves(plan)) + 2
 
 
+@pytest.mark.parametrize("number", [np.int64, np.int32, np.uint8, jnp.int32])
+def test_numbers_of_numpy_plan_the_same(number):
+    config = PlanConfig(seq_len=200, chunk_size=8, tile_size=16, overlap=(2, 1), ranks_per_node=2)
+    same = PlanConfig(
+        seq_len=number(200),
+        chunk_size=number(8),
+        tile_size=number(16),
+        overlap=(np.int64(2), np.int32(1)),
+        ranks_per_node=number(2),
+    )
+    assert same == config
+    plan, again = make_plan(MASK, 4, config), make_plan(MASK, number(4), same)
+    assert again.fingerprint() == plan.fingerprint()
+    assert hash(again.spec) == hash(plan.spec)
+
+
+@pytest.mark.parametrize("name", ["seq_len", "chunk_size", "ranks_per_node", "tile_size"])
+def test_sizes_are_integers(name):
+    with pytest.raises(ValueError, match=f"{name} must be an integer, got 8.0"):
+        PlanConfig(**{name: 8.0})
+
+
 def test_planning_time_is_no_part_of_the_tree():
     plan = make_plan(MASK, 4, CONFIG)
     assert plan.planning_ms > 0
