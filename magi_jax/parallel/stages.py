@@ -81,7 +81,7 @@ class Stages:
             keys_values, merged = remote.take(stage, (out, lse))
             table = remote.behind_start(table)
             kept.append(keys_values)
-            added = {"accumulate": merged, "out_dtype": dtypes[stage + 1]}
+            added: dict[str, Any] = {"accumulate": merged, "out_dtype": dtypes[stage + 1]}
             out, lse, *more = attend(q, *keys_values, table, **added, **options)
             row_max = list(map(jnp.maximum, row_max, more))
         if late:
