@@ -139,10 +139,11 @@ def _works(plan, model: CostModel, per_node: int) -> list[timeline.DirectionWork
             away = _stage_slices(plan.travel.calc)
             two_level = _in_two_steps([plan.travel.comm])
             travel = timeline.travel_work(away, (near, far), model, bool(backward), two_level)
-        merged_rows = plan.spec.local_len if stages.comm else _most_late(stages)
+        merged_rows = plan.spec.local_len if stages.comm else 0
         sizes, transfers = (merged_rows, model, bool(backward)), _transfers(stages)
         two_level = _in_two_steps(transfers)
-        works.append(timeline.direction_work(shapes, links(transfers), *sizes, travel, two_level))
+        rows = timeline.link_rows(_moved_rows(stages, plan.cp_size), per_node)
+        works.append(timeline.direction_work(shapes, rows, *sizes, travel, two_level))
     return works
 
 
@@ -156,11 +157,14 @@ def _transfers(stages: StageTables) -> list[AnyComm]:
     return [*stages.comm, *([] if stages.late is None else [stages.late.comm])]
 
 
-def _most_late(stages: StageTables) -> int:
-    """Late rows of the rank that has most."""
+def _moved_rows(stages: StageTables, cp_size: int) -> np.ndarray:
+    """Rows that each transfer moves between ranks ``[S, cp, cp]``, own keys of late queries included: they
+    are copied into the buffer as others come.
+    """
+    rows = _each(rows_on_links, stages.comm, cp_size)
     if stages.late is None:
-        return 0
-    return int(stages.late.num_rows.max())
+        return rows
+    return np.concatenate([rows, _each(rows_between, [stages.late.comm], cp_size)])
 
 
 def _stage_slices(table: SliceTable) -> StageSlices:

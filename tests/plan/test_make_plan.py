@@ -212,10 +212,16 @@ def test_auto_takes_the_number_of_stages_that_is_predicted_fastest():
             assert getattr(found, direction).predicted_us <= 1.000001 * least_us
         assert 0 < auto.report(model).efficiency <= 1
     assert len(chosen) > 1
-    assert [
-        make_plan(mask, 1).spec.num_remote_stages,
-        make_plan(mask, 2).spec.num_remote_stages,
-    ] == [0, 1]
+    assert make_plan(mask, 1).spec.num_remote_stages == 0
+
+
+def test_all_queries_are_late_where_merging_a_stage_costs_more_than_waiting():
+    """One causal document over two or eight ranks: keys come in less time than partial results take."""
+    for cp_size, late in ((2, True), (8, False)):
+        plan = make_plan(varlen_causal([32768 * cp_size]), cp_size)
+        assert (plan.late is not None) == late
+        fixed = make_plan(varlen_causal([32768 * cp_size]), cp_size, PlanConfig(overlap=1))
+        assert plan.report().predicted_us <= 1.000001 * fixed.report().predicted_us
 
 
 def test_refusals():

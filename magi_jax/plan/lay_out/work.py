@@ -12,7 +12,7 @@ from magi_jax.plan.spec import LateSpec, PlanSpec, StagesSpec, TravelSpec
 from magi_jax.plan.tables import LateTables, StageTables, TravelTables
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.overlap.choose_stages import choose_stages
-from magi_jax.solver.overlap.late import MOST_LATE, predict_us
+from magi_jax.solver.overlap.late import largest_share, predict_us
 from magi_jax.solver.work.find_work import Work
 
 
@@ -58,7 +58,9 @@ def lay_out_work(
         return WorkTables(*lay_out_in(work, frame, overlap, spec, machine), travel)
     choice = choose_stages(work, frame.local_len, machine, counts)
     if overlap == AUTO:
-        late = late_work(work, frame, MOST_LATE, choice.forward)
+        stages = choice.forward.num_remote_stages
+        share = largest_share(work, stages, machine, frame.local_len) if stages else 0.0
+        late = late_work(work, frame, share, choice.forward)
         if late is not None and predict_us(late, machine) < choice.predicted_us:
             return WorkTables(*lay_out_both_late(late, work, frame, None), None)
     per_node = machine.node_of(frame.cp_size) if choice.two_level else None

@@ -2,8 +2,9 @@
 
 The default kernel rates are fitted to what the Hopper kernels of this package measured on one H200 in
 bfloat16 at head dim 128 (``benchmarks/planner_rates.py``): forward within 3 %, backward within 10 % of each
-measured mask. 370 GB/s over NVLink were measured between two H200; 50 GB/s per GPU between nodes and the
-fixed times are assumed. Other tables are loaded with `CostModel.from_json`.
+measured mask. Casts and reduces of the native transport took 45 microseconds and their bytes at 311 GB/s
+between two H200, and merging the output of a stage of 32,768 rows 1.1 ms of the forward pass; 50 GB/s per
+GPU between nodes and the launches' time are assumed. Other tables are loaded with `CostModel.from_json`.
 """
 
 import dataclasses
@@ -24,6 +25,8 @@ BACKWARD_TFLOPS = (
 )  # fmt: skip
 FLOPS_PER_PAIR = 4  # of a (query, key) pair, per head and head dim: q.k and p.v
 BACKWARD_FLOPS_RATIO = 2.5
+# Times that may be 0.
+FREE = ("latency_us", "launch_us")
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,9 @@ class CostModel:
         forward_tflops, backward_tflops: kernel rate by visible keys per query row, rising in keys.
         link_gbps: GB/s that a GPU receives (and sends) inside a node.
         node_link_gbps: GB/s that a GPU receives (and sends) across nodes.
-        memory_gbps: GB/s of the GPU's own memory, for merging the partial output of a stage.
-        latency_us: fixed time of a cast or a reduce, and of the launches of a stage.
+        memory_gbps: GB/s at which the partial output of a forward stage is merged, read and written.
+        latency_us: fixed time of a cast or a reduce.
+        launch_us: of the launches of a stage.
     """
 
     num_heads: int = 64
@@ -48,10 +52,11 @@ class CostModel:
     grad_bytes: int = 4
     forward_tflops: tuple[tuple[float, float], ...] = FORWARD_TFLOPS
     backward_tflops: tuple[tuple[float, float], ...] = BACKWARD_TFLOPS
-    link_gbps: float = 370.0
+    link_gbps: float = 311.0
     node_link_gbps: float = 50.0
-    memory_gbps: float = 3000.0
-    latency_us: float = 15.0
+    memory_gbps: float = 1950.0
+    latency_us: float = 45.0
+    launch_us: float = 15.0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -62,7 +67,7 @@ class CostModel:
                     raise ValueError(
                         f"{field.name} must list (keys, TFLOP/s) with rising keys, got {value}"
                     )
-            elif value < 0 or (value == 0 and field.name != "latency_us"):
+            elif value < 0 or (value == 0 and field.name not in FREE):
                 raise ValueError(f"{field.name} must be positive, got {value}")
 
     @classmethod
@@ -134,13 +139,17 @@ class CostModel:
             self.link_gbps,
             self.node_link_gbps,
             self.latency_us,
-            self.merge_us(local_len),
+            self.merge_us(local_len, backward),
         )
 
-    def merge_us(self, local_len: int) -> float:
-        """Time that a further stage costs: its launches, and its float32 partial output read and written."""
+    def merge_us(self, local_len: int, backward: bool) -> float:
+        """Time that a further stage costs: its launches, and forward its float32 partial output read and
+        written. Backward, each call adds to the dQ of the one before it as it goes.
+        """
+        if backward:
+            return self.launch_us
         accumulator_bytes = 4 * local_len * self.num_heads * self.head_dim
-        return self.latency_us + 2 * accumulator_bytes / (self.memory_gbps * 1e3)
+        return self.launch_us + 2 * accumulator_bytes / (self.memory_gbps * 1e3)
 
     def cast_us(self, near_rows: np.ndarray, far_rows: np.ndarray) -> np.ndarray:
         """Time for key and value rows: ``near_rows`` inside the node beside ``far_rows`` across nodes."""

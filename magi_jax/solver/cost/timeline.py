@@ -146,7 +146,7 @@ def direction_work(
     Args:
         shapes: of the slices of stage 0 and of the ``S`` remote stages.
         rows: that hold each rank up in each remote stage, as `link_rows` gives them.
-        local_len: rows of each rank.
+        local_len: rows of each rank; 0 where no stage is merged, as late queries are not.
         model: the machine.
         backward: which direction.
         travel: of travelling queries.
@@ -159,7 +159,7 @@ def direction_work(
     if backward:
         times_us[1] = [model.reduce_us(*step) for step in steps]
     (cast_us, reduce_us), within_us = times_us[:, 0], times_us[:, 1] if two_level else None
-    merge_us = model.merge_us(local_len)
+    merge_us = model.merge_us(local_len, backward)
     return DirectionWork(kernel_us, cast_us, reduce_us, merge_us, travel, within_us, backward)
 
 

@@ -87,7 +87,6 @@ def _choose(
     two_level: bool,
 ) -> tuple[float, list[_Kind]]:
     """Predicted time of both directions for rows that move in two steps, or in one, and their stages."""
-    merge_us = machine.cost_model.merge_us(local_len)
     predicted: dict[_Kind, tuple[float, float]] = {}
     kinds: list[_Kind] = []
     total_us = 0.0
@@ -101,6 +100,7 @@ def _choose(
             times_us[kind] = predicted[kind][backward]
 
         # All that a second stage could hide is less than what merging it costs.
+        merge_us = machine.cost_model.merge_us(local_len, bool(backward))
         vain = settled is None and links_us[:, backward].sum() <= merge_us
         for count in range(1, 2 if vain else MOST_STAGES + 1) if settled is None else (settled,):
             predict(count, turned=False)
@@ -193,6 +193,12 @@ class CompiledTimes:
         if forward is None or backward is None:
             return None
         return np.stack(forward), np.stack(backward)
+
+
+def all_link_rows(work: Work, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
+    """`timeline.link_rows` of all rows of some work in one step, ``[cp]`` each."""
+    near, far = _link_rows(work.far, 1, work.layout.cp_size, machine, two_level=False)
+    return near[0], far[0]
 
 
 def _link_rows(

@@ -15,11 +15,12 @@ from magi_jax.solver import intervals
 from magi_jax.solver.cost import schedule, timeline
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.dispatch.layout import Layout
+from magi_jax.solver.overlap.choose_stages import all_link_rows
 from magi_jax.solver.work.find_work import Work, traffic
 from magi_jax.solver.work.remote import NOTHING_REMOTE, QueryCut, Remote, remote_ranges
 from magi_jax.solver.work.stages import Staged, StageSlices, stage_slices
 
-# With more late rows than this share of a rank's, the others would hide too little of their fetch.
+# With more late rows than this share of a rank's, the others hide too little of their fetch as a rule.
 MOST_LATE = 0.5
 
 
@@ -63,18 +64,25 @@ class LateWork(NamedTuple):
 def predict_us(late: LateWork, machine: Machine) -> float:
     """Predicted time of both directions; compare with `overlap.Choice.predicted_us`.
 
-    What the merging of a stage costs every row, late queries cost for being gathered and put back.
+    Own keys are copied into the buffer as fast as others come, and no row is merged.
     """
     cp_size, model = len(late.rows.held), machine.cost_model
-    moved = traffic(late.keys, 1, cp_size) * ~np.eye(cp_size, dtype=bool)
-    rows = timeline.link_rows(moved, machine.node_of(cp_size))
+    rows = timeline.link_rows(traffic(late.keys, 1, cp_size), machine.node_of(cp_size))
     shapes = timeline.shapes_of([*late.home.slices, late.slices], cp_size, model)
-    num_rows = int(late.rows.held.max())
     works = (
-        timeline.direction_work(shapes, rows, num_rows, model, backward)
-        for backward in (False, True)
+        timeline.direction_work(shapes, rows, 0, model, backward) for backward in (False, True)
     )
     return sum(schedule.simulate(work).predicted_us for work in works)
+
+
+def largest_share(work: Work, stages: int, machine: Machine, local_len: int) -> float:
+    """Share of a rank's rows that may be late: all where merging so many ``stages`` takes longer than to
+    bring every key, which then nothing hides.
+    """
+    model = machine.cost_model
+    near, far = all_link_rows(work, machine)
+    wait_us = float(model.cast_us(near + work.keys.local_len, far).max(initial=0.0))
+    return 1.0 if wait_us < stages * model.merge_us(local_len, backward=False) else MOST_LATE
 
 
 def find_late(work: Work, rows: RankRows, local_len: int) -> LateWork:
