@@ -53,6 +53,8 @@ def main() -> None:
     parser.add_argument("--commit", help="commit of a tree without git")
     parser.add_argument("--json", type=pathlib.Path, help="where to write the figures")
     args = parser.parse_args()
+    if min(args.packings, args.constants) < 2:
+        parser.error("at least 2 packings and constants: the first step compiles")
     packings = list(itertools.islice(stream(args.seq_len, args.seed), args.packings))
     documents = [int(ids.max()) for ids in packings]
     content = {
