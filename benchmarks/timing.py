@@ -50,7 +50,7 @@ def steady_seconds(
     lead_s: float = 0.1,
     budget_s: float = 0.1,
 ) -> float:
-    """Mean time of back-to-back calls on a card whose pace these calls themselves have settled, in seconds.
+    """Time of back-to-back calls on a card whose pace these calls themselves have settled, in seconds.
 
     A GPU that was idle runs up to 15 % faster for about a tenth of a second; one that comes from work which
     draws more power needs as long to recover. So the calls run for ``lead_s`` before any are timed.
@@ -58,7 +58,7 @@ def steady_seconds(
     Args:
         call, wait: see `seconds`.
         lead_s: how long calls run before.
-        budget_s: how long they are timed, at least one call.
+        budget_s: how long they are timed: the median of five means, of one call at least.
     """
     wait(call())
     start = time.perf_counter()
@@ -74,7 +74,7 @@ def steady_seconds(
         return (time.perf_counter() - start) / count
 
     once = run(lead_s)
-    return run(budget_s)
+    return statistics.median(run(budget_s / 5) for _ in range(5))
 
 
 def _agreed(count: int) -> int:
