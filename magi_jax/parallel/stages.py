@@ -81,8 +81,8 @@ class Stages:
             keys_values, merged = remote.take(stage, (out, lse))
             table = remote.behind_start(table)
             kept.append(keys_values)
-            added: dict[str, Any] = {"accumulate": merged, "out_dtype": dtypes[stage + 1]}
-            out, lse, *more = attend(q, *keys_values, table, **added, **options)
+            added = options | {"accumulate": merged, "out_dtype": dtypes[stage + 1]}
+            out, lse, *more = attend(q, *keys_values, table, **added)
             row_max = list(map(jnp.maximum, row_max, more))
         if late:
             keys_values, merged = late.take(of_late_keys, (out, lse))
