@@ -26,7 +26,7 @@ def undispatch(x: np.ndarray, positions: np.ndarray, seq_len: int, axis: int) ->
 
 def roll(x: np.ndarray, positions: np.ndarray, seq_len: int, shift: int, axis: int) -> np.ndarray:
     """Dispatched rows of the shifted sequence: position ``p`` gets what was at ``p - shift``."""
-    source = positions - shift
+    source = positions - np.clip(shift, -seq_len, seq_len)  # further is out of sight as well
     inside = (positions >= 0) & (source >= 0) & (source < seq_len)
     rows = np.take(x, _row_of(positions, seq_len)[np.where(inside, source, 0)], axis=axis)
     return np.where(_along(inside, axis, x.ndim), rows, np.zeros((), x.dtype))

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from magi_jax.masks import AttnMask
+from magi_jax.plan.config import settled_overlap, settled_travelling
 from magi_jax.plan.frame import Frame, check_cross_mask, check_mask, frame_of, require_frame
 from magi_jax.plan.lay_out.dispatch import lay_out_dispatch, layout_of
 from magi_jax.plan.lay_out.ways import Overlap
@@ -35,6 +36,7 @@ from magi_jax.plan.tables import (
 )
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.cost.model import CostModel
+from magi_jax.solver.engine import check_engine
 from magi_jax.solver.work.find_work import Keys
 
 
@@ -185,6 +187,8 @@ class AttentionPlan:
         """
         started = time.perf_counter()
         require_concrete(self, "with_mask")
+        check_engine(engine)
+        overlap, travelling = settled_overlap(overlap), settled_travelling(travelling)
         frame = frame_of(self.spec)
         kind, home = self._keys_of(mask, keys)
         layout = layout_of(self.dispatch, self.cp_size)

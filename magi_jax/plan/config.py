@@ -16,6 +16,9 @@ from magi_jax.solver.dispatch.strategies import STRATEGIES
 from magi_jax.solver.engine import check_engine
 from magi_jax.solver.slice_table import TILE_SIZE
 
+# What ranks are to have the same of.
+AREA, TIME = "area", "time"
+
 
 def positive(name: str, value: Any) -> int:
     """A Python integer of at least 1: those of NumPy are equal to it, but not in a fingerprint."""
@@ -26,6 +29,35 @@ def positive(name: str, value: Any) -> int:
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
     return number
+
+
+def settled_overlap(overlap: Any) -> Overlap:
+    """Numbers of stages as Python integers; raises ValueError for what is none of `PlanConfig.overlap`."""
+    if isinstance(overlap, str) and overlap in (AUTO, LATE):
+        return overlap
+    counts = overlap if isinstance(overlap, tuple) else (overlap,) * 2
+    if len(counts) != 2 or not all(isinstance(n, int | np.integer) and n >= 1 for n in counts):
+        raise ValueError(
+            'overlap must be "auto", "late", an integer of at least 1, or a pair of them, got'
+            f" {overlap!r}"
+        )
+    forward, backward = map(int, counts)
+    return (forward, backward) if isinstance(overlap, tuple) else forward
+
+
+def settled_travelling(travelling: Any) -> Travelling:
+    """Ranges as tuples of Python integers; raises ValueError for what is none of `PlanConfig.travelling`."""
+    if isinstance(travelling, str):
+        if travelling not in ("auto", "never"):
+            raise ValueError(f'travelling must be "auto", "never" or ranges, got {travelling!r}')
+        return travelling
+    ranges = tuple((operator.index(begin), operator.index(end)) for begin, end in travelling)
+    flat = [0, *(edge for pair in ranges for edge in pair)]
+    if any(a > b for a, b in itertools.pairwise(flat)) or any(a == b for a, b in ranges):
+        raise ValueError(
+            f"travelling must list rising disjoint ranges (begin, end), got {travelling}"
+        )
+    return ranges
 
 
 @dataclass(frozen=True)
@@ -47,6 +79,9 @@ class PlanConfig:
             take one step in any case.
         effort: "fast" for planning every batch, "high" for planning ahead in background workers; how
             long "balanced" searches.
+        balance: what "balanced" gives each rank as much of as any other: "area", visible pairs of queries and
+            keys; or "time", what ``cost_model`` predicts that kernels take for them, to which short documents
+            add more than their area.
         engine: "compiled" or "numpy"; both make the same plans, in milliseconds and in seconds.
         overlap: number of remote stages (at least 1), of both directions or ``(forward, backward)``;
             "late": none, but queries that need remote keys are computed last and at once; or "auto": what
@@ -66,6 +101,7 @@ class PlanConfig:
     ranks_per_node: int | None = None
     two_level: bool | str = "auto"
     effort: str = "fast"
+    balance: str = AREA
     engine: str = "compiled"
     overlap: Overlap = "auto"
     travelling: Travelling = "auto"
@@ -82,11 +118,13 @@ class PlanConfig:
             raise ValueError(f"dispatch must be one of {sorted(STRATEGIES)}, got {self.dispatch!r}")
         if self.effort not in EFFORTS:
             raise ValueError(f"effort must be one of {sorted(EFFORTS)}, got {self.effort!r}")
+        if self.balance not in (AREA, TIME):
+            raise ValueError(f'balance must be "area" or "time", got {self.balance!r}')
         check_engine(self.engine)
         self._check_two_level()
-        self._check_overlap()
-        self._check_travelling()
-        object.__setattr__(self, "roll_shifts", tuple(int(s) for s in self.roll_shifts))
+        object.__setattr__(self, "overlap", settled_overlap(self.overlap))
+        object.__setattr__(self, "travelling", settled_travelling(self.travelling))
+        object.__setattr__(self, "roll_shifts", tuple(map(operator.index, self.roll_shifts)))
         if len(set(self.roll_shifts)) != len(self.roll_shifts):
             raise ValueError(f"roll_shifts names a shift twice: {self.roll_shifts}")
 
@@ -100,33 +138,3 @@ class PlanConfig:
             raise ValueError(f'two_level must be True, False or "auto", got {self.two_level!r}')
         if self.two_level is True and self.ranks_per_node is None:
             raise ValueError("two_level=True needs ranks_per_node, which is None")
-
-    def _check_overlap(self) -> None:
-        counts = self.overlap if isinstance(self.overlap, tuple) else (self.overlap,) * 2
-        numbers = len(counts) == 2 and all(
-            isinstance(n, int | np.integer) and n >= 1 for n in counts
-        )
-        if self.overlap in (AUTO, LATE):
-            return
-        if not numbers:
-            raise ValueError(
-                'overlap must be "auto", "late", an integer of at least 1, or a pair of them, got'
-                f" {self.overlap!r}"
-            )
-        settled = tuple(map(int, counts)) if isinstance(self.overlap, tuple) else int(counts[0])
-        object.__setattr__(self, "overlap", settled)
-
-    def _check_travelling(self) -> None:
-        if isinstance(self.travelling, str):
-            if self.travelling not in ("auto", "never"):
-                raise ValueError(
-                    f'travelling must be "auto", "never" or ranges, got {self.travelling!r}'
-                )
-            return
-        ranges = tuple((int(begin), int(end)) for begin, end in self.travelling)
-        flat = [0, *(edge for pair in ranges for edge in pair)]
-        if any(a > b for a, b in itertools.pairwise(flat)) or any(a == b for a, b in ranges):
-            raise ValueError(
-                f"travelling must list rising disjoint ranges (begin, end), got {self.travelling}"
-            )
-        object.__setattr__(self, "travelling", ranges)

@@ -61,6 +61,31 @@ def test_sizes_are_integers(name):
         PlanConfig(**{name: 8.0})
 
 
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        ("overlap must be", {"overlap": 0}),
+        ("overlap must be", {"overlap": 1.5}),
+        ("travelling must be", {"travelling": "often"}),
+        ("travelling must list", {"travelling": [(8, 16), (0, 4)]}),
+        ("travelling must list", {"travelling": [(-3, 4)]}),
+        ("engine must be", {"engine": "quantum"}),
+    ],
+)
+def test_with_mask_refuses_what_a_config_refuses(match, options):
+    with pytest.raises(ValueError, match=match):
+        PlanConfig(**options)
+    with pytest.raises(ValueError, match=match):
+        make_plan(MASK, 4, CONFIG).with_mask(MASK, **options)
+
+
+def test_with_mask_takes_arrays_of_ranges():
+    plan = make_plan(MASK, 4, CONFIG)
+    listed = plan.with_mask(MASK, overlap=2, travelling=[(50, 53)])
+    given = plan.with_mask(MASK, overlap=np.int64(2), travelling=np.array([[50, 53]]))
+    assert given.fingerprint() == listed.fingerprint()
+
+
 def test_planning_time_is_no_part_of_the_tree():
     plan = make_plan(MASK, 4, CONFIG)
     assert plan.planning_ms > 0
