@@ -131,10 +131,9 @@ class Stages:
         travel, returned_dq = self._travel(plan), None
         visitors = travel.send(rows) if travel else ()
         # Own keys come last: their gradients stay, and hide the way back of the last stage's.
-        # Each call adds to the dQ of those before it. Zeros to begin with hide the first fetch.
-        dq = None
-        if stages.comm or late:
-            dq = jnp.broadcast_to(zero, q.shape)
+        # Each call adds to the dQ of those before it. Zeros to begin with hide more of a first fetch that
+        # takes longer than the sums above, as that of all keys of a stage does.
+        dq = jnp.broadcast_to(zero, q.shape) if stages.comm else None
         dq, returns = self._remote_gradients(gradients, rows, dq, remote, stages)
         of_late = None
         if late:
