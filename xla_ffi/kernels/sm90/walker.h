@@ -186,6 +186,10 @@ struct Walker {
     const int words =
         Traits::kVHeadDim * (params.out_is_f32 ? 4 : 2) / 16 * pack;  // of 16 bytes, per token
     const int row_words = words / pack * params.num_heads;
+    if (params.row_max == nullptr && params.earlier == nullptr) {
+      if (!params.keeps_empty) ClearTile(words, row_words);
+      return;
+    }
     for (int row = tile.token; row <= last_token; ++row) {
       const int64_t index = static_cast<int64_t>(row) * params.num_heads + tile.head;
       if (params.row_max != nullptr && lane < pack) params.row_max[index + lane] = -INFINITY;
@@ -198,6 +202,25 @@ struct Walker {
                    words / pack * tile.head;
       for (int i = lane; i < words; i += 32) out[i] = make_uint4(0, 0, 0, 0);
       if (lane < pack) params.lse[index + lane] = -INFINITY;
+    }
+  }
+
+  // Stores that follow each other closely: other warps have nothing to do meanwhile.
+  __device__ __forceinline__ void ClearTile(int words, int row_words) const {
+    const int pack = 1 << params.pack_log2;
+    const int count = last_token - tile.token + 1;
+    auto* const out = static_cast<uint4*>(params.out) +
+                      static_cast<int64_t>(tile.token) * row_words + words / pack * tile.head;
+    for (int i = lane; i < words; i += 32) {
+#pragma unroll 8
+      for (int row = 0; row < count; ++row) {
+        out[static_cast<int64_t>(row) * row_words + i] = make_uint4(0, 0, 0, 0);
+      }
+    }
+    float* const lse = params.lse + static_cast<int64_t>(tile.token) * params.num_heads + tile.head;
+    for (int i = lane; i < count * pack; i += 32) {
+      lse[static_cast<int64_t>(i >> params.pack_log2) * params.num_heads + (i & (pack - 1))] =
+          -INFINITY;
     }
   }
 
