@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import add_process_flags, save_ranks, start
-from timing import seconds
+from timing import steady_seconds
 
 import magi_jax
 from magi_jax import masks
@@ -35,6 +35,7 @@ from magi_jax.solver.cost.model import CostModel
 HEAD_DIM = 128
 WINDOW, FRAME = 1024, 2048
 RANK = 32768
+PACE = {"lead_s": 0.2, "budget_s": 0.6}  # of timed calls, and of those before them
 TRACED = 3  # calls of each direction in a profile
 DOCUMENTS = json.loads(pathlib.Path(__file__).with_name("kernel_documents.json").read_text())
 
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--masks", nargs="+", help="names of masks; all by default")
     parser.add_argument("--transports", nargs="+", default=["native", "portable"])
     parser.add_argument("--overlap", default="auto", help="remote stages, or late")
+    parser.add_argument("--effort", default="fast", choices=["fast", "high"], help="of planning")
     parser.add_argument("--blocks", type=int, default=8, help="of a kernel that moves rows")
     parser.add_argument("--no-single", action="store_true", help="skip the single GPU")
     parser.add_argument("--busy", action="store_true", help="single GPUs compute all at once")
@@ -97,7 +99,7 @@ def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
     """Rows of one mask: one GPU, then every transport."""
     cp_size = mesh.size
     model = CostModel(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM)
-    config = PlanConfig(overlap=args.overlap, roll_shifts=(), cost_model=model)
+    config = PlanConfig(overlap=args.overlap, roll_shifts=(), cost_model=model, effort=args.effort)
     plan = make_plan(mask, cp_size, config)
     report = plan.report()
     label = {
@@ -156,8 +158,8 @@ def single_gpus(mesh: Mesh, mask, num_heads: int, num_kv_heads: int, busy: bool)
     pulls = [prepare(*x[:3], t) for x, t in zip(tensors, tables, strict=True)]
     both = list(zip(tensors, tables, pulls, strict=True))
     return {
-        "forward": seconds(lambda: [forward(*x[:3], t) for x, t, _ in both], budget_s=0.3),
-        "backward": seconds(lambda: [backward(pull, x[3]) for x, _, pull in both], budget_s=0.5),
+        "forward": steady_seconds(lambda: [forward(*x[:3], t) for x, t, _ in both], **PACE),
+        "backward": steady_seconds(lambda: [backward(pull, x[3]) for x, _, pull in both], **PACE),
     }
 
 
@@ -212,12 +214,12 @@ def both_passes(call, tensors, tables, trace=None) -> dict[str, float]:
     """Seconds of the forward pass and of the gradients alone, from saved residuals."""
     q, k, v, dout = tensors
     forward = jax.jit(call)
-    times = {"forward": seconds(lambda: forward(q, k, v, tables), budget_s=0.3)}
+    times = {"forward": steady_seconds(lambda: forward(q, k, v, tables), **PACE)}
     _, pull = jax.jit(lambda q, k, v, t: jax.vjp(lambda q, k, v: call(q, k, v, t), q, k, v))(
         q, k, v, tables
     )
     backward = jax.jit(lambda pull, dout: pull(dout))
-    times["backward"] = seconds(lambda: backward(pull, dout), budget_s=0.5)
+    times["backward"] = steady_seconds(lambda: backward(pull, dout), **PACE)
     if trace:
         # The first of each waits for the host; the last shows the pace of a training step.
         with jax.profiler.trace(trace):

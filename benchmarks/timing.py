@@ -66,7 +66,7 @@ def steady_seconds(
     once = time.perf_counter() - start
 
     def run(long_s: float) -> float:
-        count = max(1, int(long_s / once))
+        count = _agreed(max(1, int(long_s / once)))
         start = time.perf_counter()
         for _ in range(count):
             result = call()
