@@ -35,7 +35,7 @@ from magi_jax.solver.cost.model import CostModel
 HEAD_DIM = 128
 WINDOW, FRAME = 1024, 2048
 RANK = 32768
-PACE = {"lead_s": 0.2, "budget_s": 0.6}  # of timed calls, and of those before them
+PACE = {"lead_s": 0.15, "budget_s": 0.4}  # of timed calls, and of those before them
 TRACED = 3  # calls of each direction in a profile
 DOCUMENTS = json.loads(pathlib.Path(__file__).with_name("kernel_documents.json").read_text())
 
