@@ -18,7 +18,7 @@ paths = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
 
 
 def supported(path, case):
-    """Cases of a path: Hopper's forward has fewer head dims, and says so."""
+    """Cases of a path: Hopper's kernels need tiles of certain sizes, and say so."""
     q, k, v, *_ = case.operands()
     try:
         path.describe(q, k, v, slice_table(case.mask, tile_size=case.tile_size))
@@ -59,8 +59,26 @@ def test_random_masks(path, seed):
 def test_head_dims(path, dtype, head_dim, v_head_dim, cap):
     mask = masks.varlen([70, 1, 200, 62], causal=True, window=(90, 0))
     case = Case(mask, dtype=dtype, head_dim=head_dim, v_head_dim=v_head_dim, logits_soft_cap=cap)
-    if supported(path, case):
-        check(run(path, case), expected(case), dtype)
+    check(run(path, case), expected(case), dtype)
+
+
+@paths
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), HEAD_DIMS)
+def test_random_masks_of_all_head_dims(path, head_dim, v_head_dim):
+    rng = np.random.default_rng(head_dim)
+    for q_len, k_len in rng.integers(1, 500, (3, 2)):
+        mask = random_mask(rng, int(q_len), int(k_len))
+        case = Case(mask, head_dim=head_dim, v_head_dim=v_head_dim, seed=int(q_len))
+        check(run(path, case), expected(case), case.dtype)
+
+
+@paths
+def test_many_queries_of_few_keys(path):
+    """The backward on Hopper cuts walks of this length; those of many slices stay whole."""
+    rng = np.random.default_rng(0)
+    for mask in (masks.causal(40001, 130, offset=-35000), random_mask(rng, 40001, 130, 60)):
+        case = Case(mask, num_heads=2, num_kv_heads=1, head_dim=64, v_head_dim=64)
+        check(run(path, case), expected(case), case.dtype)
 
 
 @paths
@@ -161,9 +179,10 @@ def test_accumulates_tiles_and_gradients(path):
 
 @paths
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_hidden_rows_do_not_leak(path, bad):
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(64, 64), (128, 128), (256, 256)])
+def test_hidden_rows_do_not_leak(path, bad, head_dim, v_head_dim):
     """Rows of one document hold NaN or inf; the others share tiles with it and must not notice."""
-    case = Case(masks.varlen([90, 75, 160], causal=True))
+    case = Case(masks.varlen([90, 75, 160], causal=True), head_dim=head_dim, v_head_dim=v_head_dim)
     clean = expected(case)
     q, k, v, dout, dlse = case.operands()
     spoiled = [x.at[90:165].set(bad) for x in (q, k, v, dout)]

@@ -64,29 +64,35 @@ if HAS_CUDA:
             assert "tile_size = 128 : i32" in call
 
     @pytest.mark.parametrize(
-        ("head_dim", "implementation", "path"),
+        ("head_dim", "tile_size", "implementation", "path"),
         [
-            (128, "sm90", "sm90"),
-            (256, "sm90", "sm80"),
-            (128, "sm90_ordered", "sm90_ordered"),
-            (256, "sm90_ordered", "sm80"),
+            (128, 128, "sm90", "sm90"),
+            (256, 128, "sm90", "sm90"),
+            (128, 64, "sm90", "sm80"),
+            (128, 128, "sm90_ordered", "sm90_ordered"),
+            (256, 128, "sm90_ordered", "sm90_ordered"),
+            (128, 64, "sm90_ordered", "sm80"),
         ],
     )
-    def test_hopper_backward_brings_its_scratch(head_dim, implementation, path):
+    def test_hopper_backward_brings_its_scratch(head_dim, tile_size, implementation, path):
+        def padded(words):
+            return -(-words // 32) * 32
+
         def loss(q, k, v, table):
             options = {"implementation": implementation, "logits_soft_cap": 9.0}
             out = flex_flash_attention(q, k, v, table, **options)
             return out.astype(jnp.float32).sum()
 
-        table = slice_table(masks.causal(300))
+        table = slice_table(masks.causal(300), tile_size=tile_size)
         calls = lowered(jax.grad(loss, (0, 1, 2)), *operands("bfloat16", head_dim), table)
         assert sorted(calls) == [f"magi_jax_ffa_backward_{path}", "magi_jax_ffa_forward_sm90"]
-        # Words: a counter, lse and delta of 4 heads and 384 rows, a flag for 32 of these, two words for an
-        # item of 3 tiles and 2 heads, one for each tile, and sums of dK and dV; each padded to 128 bytes.
-        words = 32 + 2 * 4 * 384 + 64 + 32 + 32 + 2 * 300 * 2 * head_dim
-        # The ordered path: two words of progress of 3 tiles for 4 heads, turns for 2 kv heads, both of two
+        tiles = 3 if head_dim == 128 else 6
+        # Words: a counter, lse and delta of 4 heads and 448 rows, a flag for 32 of these, four words for an
+        # item of a tile and 2 heads, one for each tile, and sums of dK and dV; each padded to 128 bytes.
+        words = 32 + 2 * 4 * 448 + 64 + padded(4 * 2 * tiles) + 32 + 2 * 300 * 2 * head_dim
+        # The ordered path: two words of progress of a tile for 4 heads, turns for 2 kv heads, both of two
         # warpgroups; the tiles' order and their first queries.
-        words += (64 + 3 * 32) * (path == "sm90_ordered")
+        words += (padded(2 * 4 * 2 * tiles) + 3 * 32) * (path == "sm90_ordered")
         scratch = [] if path == "sm80" else [f"{words}xi32"]
         _, results = types(calls[f"magi_jax_ffa_backward_{path}"])
         kv_type = f"300x2x{head_dim}xbf16"

@@ -56,7 +56,8 @@ def cases() -> dict[str, Case]:
         "short_documents": Case(
             masks.varlen(rng.integers(1, 9, 60), causal=True), (8, 1, 96, 96), "float16"
         ),
-        "values_of_128": Case(masks.causal(140, 300), (2, 1, 192, 128), backward=False),
+        "values_of_128": Case(masks.causal(140, 300), (2, 1, 192, 128)),
+        "wide_documents": Case(masks.varlen(documents, causal=True), (2, 1, 256, 256), poison=True),
         "nothing": Case(masks.varlen([5], k_lengths=[0]).shift(0, 0, 5, 200)),
     }
 

@@ -8,20 +8,21 @@
 #include "xla_ffi/kernels/sm90/backward.h"
 #include "xla_ffi/kernels/sm90/backward_launch.h"
 #include "xla_ffi/kernels/sm90/backward_params.h"
-#include "xla_ffi/kernels/sm90/backward_stats.cuh"
-#include "xla_ffi/kernels/sm90/backward_work.cuh"
+#include "xla_ffi/kernels/sm90/backward_prepare.cuh"
 
 namespace magi_jax::sm90 {
 namespace {
 
-constexpr int kBlockN = 128;  // keys of a tile, in all instantiations
+constexpr int kTileMultiple = 128;  // of the table's tiles
 // Items dealt out before the next kv heads begin. Tiles in flight should be of few heads, whose
 // queries and gradients stay in L2, but a section must be long enough for its longest items not to
 // be the last to finish.
 constexpr int kSectionItems = 1024;
 // Blocks of an item, where splitting a tile by heads allows: more cost less, fewer balance better.
 constexpr int kLeastItemBlocks = 32, kItemBlocks = 160;
-constexpr int kBlockQueries = 64;
+// Where a group's tiles walk more than kLongWalk queries, they do so kSegmentQueries at a time, as
+// what thread blocks read of longer walks would not fit in L2.
+constexpr int kSegmentQueries = 16384, kLongWalk = 2 * kSegmentQueries;
 constexpr size_t kCounterBytes = 128;  // of scratch, before the rest
 
 struct BackwardInstantiation {
@@ -39,6 +40,10 @@ constexpr BackwardInstantiation kInstantiations[] = {
     {DType::kF16, 96, 96, "sm90 hdim96 f16", LaunchBackwardHdim96F16},
     {DType::kBF16, 128, 128, "sm90 hdim128 bf16", LaunchBackwardHdim128Bf16},
     {DType::kF16, 128, 128, "sm90 hdim128 f16", LaunchBackwardHdim128F16},
+    {DType::kBF16, 192, 128, "sm90 hdim192x128 bf16", LaunchBackwardHdim192x128Bf16},
+    {DType::kF16, 192, 128, "sm90 hdim192x128 f16", LaunchBackwardHdim192x128F16},
+    {DType::kBF16, 256, 256, "sm90 hdim256 bf16", LaunchBackwardHdim256Bf16},
+    {DType::kF16, 256, 256, "sm90 hdim256 f16", LaunchBackwardHdim256F16},
 };
 
 const BackwardInstantiation* Find(const Problem& problem) {
@@ -53,9 +58,16 @@ const BackwardInstantiation* Find(const Problem& problem) {
 
 bool IsAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
+// Of a tile's walk.
+int SegmentQueries(const Problem& problem, bool fixed_order) {
+  const bool cuts = CutsWalks(problem.head_dim, problem.logits_soft_cap != 0.0f) && !fixed_order &&
+                    problem.num_heads > problem.num_kv_heads && problem.q_len > kLongWalk;
+  return cuts ? kSegmentQueries : std::max(problem.q_len, 1);
+}
+
 int NumTiles(const Problem& problem) {
   const int table_tiles = (problem.k_len + problem.tile_size - 1) / problem.tile_size;
-  return table_tiles * (problem.tile_size / kBlockN);
+  return table_tiles * (problem.tile_size / TileKeys(problem.head_dim));
 }
 
 // Places of the parts of scratch, in bytes from its start.
@@ -78,7 +90,9 @@ ScratchLayout LayOutScratch(const Problem& problem, DType dkv_dtype, bool fixed_
   at.delta = at.lse + align(stats * sizeof(float));
   at.suspects = at.delta + align(stats * sizeof(float));
   at.items = at.suspects + align(stats / kStatTile * sizeof(uint32_t));
-  at.parts = at.items + align(static_cast<size_t>(NumTiles(problem)) * group * sizeof(WorkItem));
+  const int segment = SegmentQueries(problem, fixed_order);
+  const size_t segments = (problem.q_len + segment - 1) / segment;
+  at.parts = at.items + align(segments * NumTiles(problem) * group * sizeof(WorkItem));
   at.dk_sum = at.parts + align(NumTiles(problem) * sizeof(int));
   at.dv_sum = at.dk_sum + align(key_floats * problem.head_dim * sizeof(float));
   at.progress = at.dv_sum + align(key_floats * problem.v_head_dim * sizeof(float));
@@ -126,8 +140,9 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
   params.num_heads = problem.num_heads;
   params.num_kv_heads = problem.num_kv_heads;
   params.num_slices = problem.num_slices;
-  params.parts_per_tile = problem.tile_size / kBlockN;
+  params.parts_per_tile = problem.tile_size / TileKeys(problem.head_dim);
   params.section_items = kSectionItems;
+  params.segment_queries = SegmentQueries(problem, backward.fixed_order);
   params.least_item_blocks = kLeastItemBlocks;
   params.item_blocks = kItemBlocks;
   return params;
@@ -144,21 +159,26 @@ cudaError_t ClearGradient(void* gradient, DType dtype, int rows, int heads, int 
 cudaError_t Prepare(const BackwardParams& backward, const BackwardKernelParams& params, int num_sms,
                     cudaStream_t stream) {
   const Problem& problem = backward.problem;
-  PlanWork<<<1, kPlanThreads, 0, stream>>>(params, kBlockQueries, num_sms);
+  const Statistics stats = {backward.lse,
+                            backward.delta,
+                            const_cast<float*>(params.lse),
+                            const_cast<float*>(params.delta),
+                            const_cast<uint32_t*>(params.suspects),
+                            problem.dtype == DType::kBF16 ? problem.scale : 1.0f,
+                            problem.q_len,
+                            problem.num_heads,
+                            params.stat_rows};
+  const int64_t dq_words = backward.accumulate ? 0
+                                               : static_cast<int64_t>(problem.q_len) *
+                                                     problem.num_heads * problem.head_dim / 4;
+  PrepareBackward<<<num_sms + 1, kPlanThreads, 0, stream>>>(
+      params, stats, reinterpret_cast<float4*>(backward.dq), dq_words,
+      BlockQueries(problem.head_dim), num_sms);
   cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return error;
-  const dim3 stat_tiles((params.stat_rows + kStatTile - 1) / kStatTile,
-                        (problem.num_heads + kStatTile - 1) / kStatTile);
-  PrepareStats<<<stat_tiles, dim3(kStatTile, 8), 0, stream>>>(
-      backward.lse, backward.delta, const_cast<float*>(params.lse),
-      const_cast<float*>(params.delta), const_cast<uint32_t*>(params.suspects),
-      problem.dtype == DType::kBF16 ? problem.scale : 1.0f, problem.q_len, problem.num_heads,
-      params.stat_rows);
-  error = cudaGetLastError();
   if (error != cudaSuccess || problem.num_heads == problem.num_kv_heads) return error;
   const dim3 tiles(NumTiles(problem), kMergeBlocks);
-  ClearSplitTiles<<<tiles, kMergeThreads, 0, stream>>>(params, kBlockN, problem.head_dim,
-                                                       problem.v_head_dim);
+  ClearSplitTiles<<<tiles, kMergeThreads, 0, stream>>>(params, TileKeys(problem.head_dim),
+                                                       problem.head_dim, problem.v_head_dim);
   return cudaGetLastError();
 }
 
@@ -170,7 +190,7 @@ cudaError_t Finish(const BackwardParams& backward, const BackwardKernelParams& p
   const auto kernel =
       problem.dtype == DType::kF16 ? WriteSplitTiles<__half> : WriteSplitTiles<__nv_bfloat16>;
   const dim3 tiles(NumTiles(problem), kMergeBlocks);
-  kernel<<<tiles, kMergeThreads, 0, stream>>>(params, kBlockN, problem.head_dim,
+  kernel<<<tiles, kMergeThreads, 0, stream>>>(params, TileKeys(problem.head_dim), problem.head_dim,
                                               problem.v_head_dim);
   return cudaGetLastError();
 }
@@ -183,12 +203,13 @@ const char* RefuseBackward(const BackwardParams& backward) {
     return "sm90 backward takes bfloat16 and float16 q, k, v";
   }
   if (Find(problem) == nullptr) {
-    return "sm90 backward takes head dims (q and k, v): 64, 64; 96, 96; 128, 128";
+    return "sm90 backward takes head dims (q and k, v): 64, 64; 96, 96; 128, 128; 192, 128; 256, "
+           "256";
   }
   if (problem.num_kv_heads <= 0 || problem.num_heads % problem.num_kv_heads != 0) {
     return "sm90 backward needs a number of heads that is a multiple of the number of kv heads";
   }
-  if (problem.tile_size <= 0 || problem.tile_size % kBlockN != 0) {
+  if (problem.tile_size <= 0 || problem.tile_size % kTileMultiple != 0) {
     return "sm90 backward needs a slice table whose tile size is a multiple of 128";
   }
   if (backward.dkv_dtype != DType::kF32 && backward.dkv_dtype != problem.dtype) {
@@ -208,23 +229,23 @@ size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype, bool fixed_
 
 void DescribeBackward(const Problem& problem, char* text, size_t size) {
   const BackwardInstantiation* found = Find(problem);
-  std::snprintf(text, size, "%s backward, tiles of %d keys, blocks of 64 queries",
-                found == nullptr ? "none" : found->name, kBlockN);
+  std::snprintf(text, size, "%s backward, tiles of %d keys, blocks of %d queries",
+                found == nullptr ? "none" : found->name, TileKeys(problem.head_dim),
+                BlockQueries(problem.head_dim));
 }
 
 cudaError_t Backward(const BackwardParams& backward, cudaStream_t stream) {
   const Problem& problem = backward.problem;
   const BackwardInstantiation* instantiation = Find(problem);
   if (instantiation == nullptr) return cudaErrorInvalidValue;
-  cudaError_t error = cudaSuccess;
-  if (!backward.accumulate) {
-    error = ClearGradient(backward.dq, DType::kF32, problem.q_len, problem.num_heads,
-                          problem.head_dim, stream);
+  if (problem.k_len == 0) {
+    return backward.accumulate ? cudaSuccess
+                               : ClearGradient(backward.dq, DType::kF32, problem.q_len,
+                                               problem.num_heads, problem.head_dim, stream);
   }
-  if (error != cudaSuccess || problem.k_len == 0) return error;
   if (problem.q_len == 0) {
-    error = ClearGradient(backward.dk, backward.dkv_dtype, problem.k_len, problem.num_kv_heads,
-                          problem.head_dim, stream);
+    const cudaError_t error = ClearGradient(backward.dk, backward.dkv_dtype, problem.k_len,
+                                            problem.num_kv_heads, problem.head_dim, stream);
     if (error != cudaSuccess) return error;
     return ClearGradient(backward.dv, backward.dkv_dtype, problem.k_len, problem.num_kv_heads,
                          problem.v_head_dim, stream);
@@ -232,7 +253,7 @@ cudaError_t Backward(const BackwardParams& backward, cudaStream_t stream) {
   if (backward.scratch == nullptr) return cudaErrorInvalidValue;
   const BackwardKernelParams params = MakeKernelParams(backward);
   int device, num_sms;
-  error = cudaGetDevice(&device);
+  cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;

@@ -10,6 +10,7 @@
 
 #include "xla_ffi/kernels/sm90/backward_launch.h"
 #include "xla_ffi/kernels/sm90/backward_mainloop.h"
+#include "xla_ffi/kernels/sm90/backward_paired.h"
 #include "xla_ffi/kernels/sm90/backward_params.h"
 #include "xla_ffi/kernels/sm90/backward_producer.h"
 #include "xla_ffi/kernels/sm90/backward_store.h"
@@ -30,18 +31,22 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (threadIdx.x == 0) {
     BarrierInit(&shared.kv_full, 1);
-    BarrierInit(&shared.kv_empty, Traits::kConsumerWarps);
+    BarrierInit(&shared.kv_empty, Traits::kConsumerThreads);
     for (int i = 0; i < Traits::kStages; ++i) {
-      BarrierInit(&shared.q_full[i], 1);
-      BarrierInit(&shared.q_empty[i], Traits::kConsumerWarps);
+      BarrierInit(&shared.q_full[i], 32);
+      BarrierInit(&shared.q_empty[i], Traits::kConsumerThreads);
     }
     for (int i = 0; i < Traits::kDoutStages; ++i) {
       BarrierInit(&shared.dout_full[i], 1);
-      BarrierInit(&shared.dout_empty[i], Traits::kConsumerWarps);
+      BarrierInit(&shared.dout_empty[i], Traits::kConsumerThreads / 32);
     }
     for (int i = 0; i < Traits::kConsumers; ++i) {
       BarrierInit(&shared.dq_full[i], 4);
-      BarrierInit(&shared.dq_empty[i], 1);
+      BarrierInit(&shared.dq_empty[i], Traits::kOrdered ? 32 : 1);
+    }
+    if constexpr (Traits::kPaired) {
+      BarrierInit(&shared.pair.full, 128);
+      BarrierInit(&shared.pair.empty, 128);
     }
     BarrierInitFence();
     PrefetchTensorMap(&q_map);
@@ -62,7 +67,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     RaiseRegisters<Traits::kConsumerRegisters>();
-    GradientConsumer<Traits>(params, shared).Work();
+    if constexpr (!Traits::kPaired) {
+      GradientConsumer<Traits>(params, shared).Work();
+    } else if (threadIdx.x < 256) {
+      ValueConsumer<Traits>(params, shared).Work();
+    } else {
+      KeyConsumer<Traits>(params, shared).Work();
+    }
   }
 }
 
@@ -72,23 +83,23 @@ cudaError_t LaunchInstantiation(const BackwardParams& backward, const BackwardKe
   constexpr CUtensorMapDataType kType = std::is_same_v<typename Traits::Element, __half>
                                             ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  constexpr int kHeadDim = Traits::kHeadDim;
+  constexpr int kHeadDim = Traits::kHeadDim, kVHeadDim = Traits::kVHeadDim;
   const Problem& problem = backward.problem;
   CUtensorMap q_map, dout_map, k_map, v_map, dq_map;
   cudaError_t error = MakeTensorMap(&q_map, kType, backward.q, problem.q_len, problem.num_heads,
                                     kHeadDim, Traits::kBlockM, 1);
   if (error != cudaSuccess) return error;
-  error = MakeTensorMap(&dout_map, kType, backward.dout, problem.q_len, problem.num_heads, kHeadDim,
-                        Traits::kBlockM, 1);
+  error = MakeTensorMap(&dout_map, kType, backward.dout, problem.q_len, problem.num_heads,
+                        kVHeadDim, Traits::kBlockM, 1);
   if (error != cudaSuccess) return error;
   error = MakeTensorMap(&k_map, kType, backward.k, problem.k_len, problem.num_kv_heads, kHeadDim,
                         Traits::kBlockN, 1);
   if (error != cudaSuccess) return error;
-  error = MakeTensorMap(&v_map, kType, backward.v, problem.k_len, problem.num_kv_heads, kHeadDim,
+  error = MakeTensorMap(&v_map, kType, backward.v, problem.k_len, problem.num_kv_heads, kVHeadDim,
                         Traits::kBlockN, 1);
   if (error != cudaSuccess) return error;
   error = MakeGradientMap(&dq_map, backward.dq, problem.q_len, problem.num_heads, kHeadDim,
-                          Traits::kBlockM);
+                          Traits::kGradientRows);
   if (error != cudaSuccess) return error;
 
   constexpr int kSharedBytes = sizeof(BackwardStorage<Traits>);
@@ -101,24 +112,31 @@ cudaError_t LaunchInstantiation(const BackwardParams& backward, const BackwardKe
   return cudaGetLastError();
 }
 
-template <typename Element, int kHeadDim, bool kSoftCap>
+template <typename Element, int kHeadDim, int kVHeadDim, bool kSoftCap>
 cudaError_t LaunchInOrder(const BackwardParams& backward, const BackwardKernelParams& params,
                           int blocks, cudaStream_t stream) {
   if (backward.fixed_order) {
-    return LaunchInstantiation<BackwardTraits<Element, kHeadDim, kSoftCap, true>>(backward, params,
-                                                                                  blocks, stream);
+    return LaunchInstantiation<BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, true>>(
+        backward, params, blocks, stream);
   }
-  return LaunchInstantiation<BackwardTraits<Element, kHeadDim, kSoftCap, false>>(backward, params,
-                                                                                 blocks, stream);
+  if constexpr (CutsWalks(kHeadDim, kSoftCap)) {
+    if (params.segment_queries < backward.problem.q_len) {
+      return LaunchInstantiation<
+          BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false, true>>(backward, params,
+                                                                               blocks, stream);
+    }
+  }
+  return LaunchInstantiation<BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false>>(
+      backward, params, blocks, stream);
 }
 
-template <typename Element, int kHeadDim>
+template <typename Element, int kHeadDim, int kVHeadDim = kHeadDim>
 cudaError_t LaunchBackward(const BackwardParams& backward, const BackwardKernelParams& params,
                            int blocks, cudaStream_t stream) {
   if (backward.problem.logits_soft_cap != 0.0f) {
-    return LaunchInOrder<Element, kHeadDim, true>(backward, params, blocks, stream);
+    return LaunchInOrder<Element, kHeadDim, kVHeadDim, true>(backward, params, blocks, stream);
   }
-  return LaunchInOrder<Element, kHeadDim, false>(backward, params, blocks, stream);
+  return LaunchInOrder<Element, kHeadDim, kVHeadDim, false>(backward, params, blocks, stream);
 }
 
 }  // namespace magi_jax::sm90

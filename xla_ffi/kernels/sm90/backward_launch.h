@@ -23,6 +23,15 @@ cudaError_t LaunchBackwardHdim128Bf16(const BackwardParams&, const BackwardKerne
 cudaError_t LaunchBackwardHdim128F16(const BackwardParams&, const BackwardKernelParams&, int blocks,
                                      cudaStream_t);
 
+cudaError_t LaunchBackwardHdim192x128Bf16(const BackwardParams&, const BackwardKernelParams&,
+                                          int blocks, cudaStream_t);
+cudaError_t LaunchBackwardHdim192x128F16(const BackwardParams&, const BackwardKernelParams&,
+                                         int blocks, cudaStream_t);
+cudaError_t LaunchBackwardHdim256Bf16(const BackwardParams&, const BackwardKernelParams&,
+                                      int blocks, cudaStream_t);
+cudaError_t LaunchBackwardHdim256F16(const BackwardParams&, const BackwardKernelParams&, int blocks,
+                                     cudaStream_t);
+
 }  // namespace magi_jax::sm90
 
 #endif  // MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_LAUNCH_H_

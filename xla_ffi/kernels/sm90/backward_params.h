@@ -15,43 +15,80 @@
 
 namespace magi_jax::sm90 {
 
+// How the two consumer warpgroups share a tile of keys and a block of queries; dK, dV and logits of
+// a warpgroup have to fit in its registers.
+enum class Sharing {
+  kTall,     // 64 keys each, blocks of 128 queries; each makes dQ of half of the queries
+  kColumns,  // 64 keys each, blocks of 64 queries; each makes half of dQ's columns
+  kPaired,   // one has dV of 64 keys, the other dK, see backward_paired.h
+};
+
+constexpr Sharing SharingOf(int head_dim) {
+  return head_dim <= kChunk       ? Sharing::kTall
+         : head_dim <= 2 * kChunk ? Sharing::kColumns
+                                  : Sharing::kPaired;
+}
+
+// Queries of a block, and keys of a tile.
+constexpr int BlockQueries(int head_dim) {
+  return SharingOf(head_dim) == Sharing::kTall ? 128 : 64;
+}
+constexpr int TileKeys(int head_dim) { return SharingOf(head_dim) == Sharing::kPaired ? 64 : 128; }
+
+// Whether tiles' walks may be cut into segments of queries: what a walk of 65536 reads of a head
+// does not fit in L2, but at narrow heads it does.
+constexpr bool CutsWalks(int head_dim, bool soft_cap) {
+  return SharingOf(head_dim) == Sharing::kColumns && !soft_cap;
+}
+
 // One instantiation. A tile has kBlockN keys of one kv head; its gradients stay in registers while
 // the tile walks the queries of all heads of the group, kBlockM at a time.
-template <typename ElementT, int kHeadDimT, bool kSoftCapT, bool kOrderedT = false,
-          int kStagesT = 3, int kDoutStagesT = 2>
+template <typename ElementT, int kHeadDimT, int kVHeadDimT, bool kSoftCapT, bool kOrderedT,
+          bool kCutT = false>
 struct BackwardTraits {
   using Element = ElementT;
-  static constexpr int kHeadDim = kHeadDimT;        // of queries, keys and values
-  static constexpr bool kSoftCap = kSoftCapT;       // logits are capped
-  static constexpr bool kOrdered = kOrderedT;       // sums have a fixed order
-  static constexpr int kStages = kStagesT;          // query blocks in shared memory
-  static constexpr int kDoutStages = kDoutStagesT;  // blocks of output cotangents
+  static constexpr int kHeadDim = kHeadDimT;    // of queries and keys
+  static constexpr int kVHeadDim = kVHeadDimT;  // of values
+  static constexpr bool kSoftCap = kSoftCapT;   // logits are capped
+  static constexpr bool kOrdered = kOrderedT;   // sums have a fixed order
+  static constexpr bool kCut = kCutT;           // items may have some of the queries
+  static constexpr bool kTall = SharingOf(kHeadDim) == Sharing::kTall;
+  static constexpr bool kPaired = SharingOf(kHeadDim) == Sharing::kPaired;
+  static_assert(kPaired || kVHeadDim == kHeadDim);
 
   // dS is made with the scale in it, which spares a product for each element of dQ. float16 has not
   // the range for it: dS would lose bits where attention is spread over many keys.
   static constexpr bool kScaledDifference = std::is_same_v<Element, __nv_bfloat16>;
 
-  static constexpr int kConsumers = 2;             // warpgroups
-  static constexpr int kBlockM = 64;               // queries of a block
-  static constexpr int kBlockN = 64 * kConsumers;  // keys of a tile
+  static constexpr int kConsumers = 2;  // warpgroups
+  static constexpr int kBlockM = BlockQueries(kHeadDim);
+  static constexpr int kBlockN = TileKeys(kHeadDim);
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerThreads = 128 * kConsumers;
-  static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
 
   static constexpr int kChunks = (kHeadDim + kChunk - 1) / kChunk;
+  static constexpr int kVChunks = (kVHeadDim + kChunk - 1) / kChunk;
   static constexpr int kRowBytes = kChunk * 2;
   static constexpr int kQBytes = kBlockM * kRowBytes * kChunks;
+  static constexpr int kDoutBytes = kBlockM * kRowBytes * kVChunks;
   static constexpr int kKBytes = kBlockN * kRowBytes * kChunks;
+  static constexpr int kVBytes = kBlockN * kRowBytes * kVChunks;
   static constexpr int kStatBytes = kBlockM * 4;
 
-  // Each warpgroup makes this many of the columns of a block's dQ: a chunk, or half of the only
-  // one. Columns past the head dim are zero, and the copy engine leaves them out.
-  static_assert(kBlockM == 64 && kChunks <= 2);
-  static constexpr int kGradientColumns = kChunks == 1 ? kChunk / 2 : kChunk;
+  // Blocks in shared memory, of queries and of output cotangents: what fits.
+  static constexpr int kStages = kPaired ? 2 : 3;
+  static constexpr int kDoutStages = kChunks > 3 ? 1 : 2;
+
+  // What a warpgroup hands to the copy engine of a block's dQ at a time: all of its own, but where
+  // it has more than a chunk of columns, and makes these in two parts. Columns past the head dim
+  // are zero, and the copy engine leaves them out.
+  static constexpr int kGradientRows = 64;
+  static constexpr int kGradientColumns = kChunk;
+  static constexpr int kRestColumns = kPaired ? kHeadDim / 2 - kChunk : 0;  // of the second part
   static constexpr int kGradientBox = 32;  // columns of float32 that fill 128 bytes
-  static constexpr int kGradientBytes = kBlockM * kGradientColumns * 4;
+  static constexpr int kGradientBytes = kGradientRows * kGradientColumns * 4;
 };
 
 // Flags of a block besides those of BlockFlags.
@@ -84,22 +121,35 @@ struct QueryBlockNote {
 struct GradientNote {
   int32_t row, head;  // row < 0: no more gradients
   int32_t rank, next_row;
+  int32_t column, columns;  // of a part of the consumer's columns, where it makes them in two
 };
+
+// What two consumers that share a tile of wide heads tell each other, besides.
+template <typename Traits>
+struct PairExchange {
+  float4 probabilities[Traits::kBlockM / 8][128];  // [group of 4][thread]
+  GradientNote pending_notes[Traits::kConsumers][2];
+  uint8_t spoiled_queries[Traits::kBlockM];  // rows of dout that held inf or NaN
+  uint64_t full, empty;                      // of probabilities
+};
+
+struct NoExchange {};
 
 template <typename Traits>
 struct BackwardStorage {
-  alignas(1024) uint8_t k[Traits::kKBytes];                          // [chunk][kBlockN rows]
-  alignas(1024) uint8_t v[Traits::kKBytes];                          // likewise
-  alignas(1024) uint8_t q[Traits::kStages][Traits::kQBytes];         // [chunk][kBlockM rows]
-  alignas(1024) uint8_t dout[Traits::kDoutStages][Traits::kQBytes];  // likewise
-  alignas(1024)
-      uint8_t ds[2][Traits::kConsumers][Traits::kBlockM * 128];  // a chunk of 64 keys per warpgroup
+  alignas(1024) uint8_t k[Traits::kKBytes];                             // [chunk][kBlockN rows]
+  alignas(1024) uint8_t v[Traits::kVBytes];                             // likewise
+  alignas(1024) uint8_t q[Traits::kStages][Traits::kQBytes];            // [chunk][kBlockM rows]
+  alignas(1024) uint8_t dout[Traits::kDoutStages][Traits::kDoutBytes];  // likewise
+  alignas(
+      1024) uint8_t ds[2][Traits::kBlockN / 64][Traits::kBlockM * 128];  // a chunk for each 64 keys
   alignas(1024)
       uint8_t dq[Traits::kConsumers][Traits::kGradientBytes];  // [box of 32 columns][kBlockM rows]
   alignas(128) float lse[Traits::kStages]
                         [Traits::kBlockM];  // times log2(e); +inf for rows without keys
-  alignas(128) float delta[Traits::kDoutStages][Traits::kBlockM];
-  uint8_t spoiled_keys[Traits::kBlockN];  // rows of k that held inf or NaN, see backward_poison.h
+  alignas(128) float delta[Traits::kStages][Traits::kBlockM];
+  alignas(16) std::conditional_t<Traits::kPaired, PairExchange<Traits>, NoExchange> pair;
+  uint8_t spoiled_keys[Traits::kBlockN];  // of kSpoiledKeys, kSpoiledValues, see backward_poison.h
   QueryBlockNote notes[Traits::kStages];
   GradientNote gradient_notes[Traits::kConsumers];
   uint64_t kv_full, kv_empty;
@@ -128,10 +178,11 @@ struct alignas(8) Progress {
   int32_t own, all;
 };
 
-// A tile of keys and some of the heads of its group.
+// A tile of keys, some of the heads of its group, and some of the queries.
 struct WorkItem {
   int32_t tile;
   int16_t head, num_heads;  // the first, counted from the group's first
+  int32_t first_query, end_query;
 };
 
 struct BackwardKernelParams {
@@ -143,7 +194,7 @@ struct BackwardKernelParams {
   int stat_rows;
   WorkItem* items;  // of each kv head
   int* num_items;
-  int* parts;    // into which the heads of a group are split, of each tile of keys
+  int* parts;    // items of a tile of keys and kv head, of each tile
   int* counter;  // zero at launch
   // Where sums have a fixed order, else null; see backward_order.h.
   Progress* progress;  // [kConsumers, N, tiles of keys]
@@ -160,7 +211,8 @@ struct BackwardKernelParams {
   int q_len, k_len, num_heads, num_kv_heads, num_slices;
   int parts_per_tile;                  // tiles of keys that cover one table tile
   int least_item_blocks, item_blocks;  // that an item may walk, and should not walk more of
-  int section_items;  // at least so many are dealt out before the next kv heads begin
+  int section_items;    // at least so many are dealt out before the next kv heads begin
+  int segment_queries;  // a tile's walk may be cut at multiples of it
 };
 
 }  // namespace magi_jax::sm90

@@ -53,6 +53,7 @@ struct QueryProducer {
   int kv_head, key_start, last_key;
   int rank;                     // of the tile, where sums have a fixed order
   int tile_flags;               // of the notes of all blocks of the tile
+  int first_query, end_query;   // of the item, where kCut
   bool partial;                 // the tile reaches past the last key
   int found_query, found_head;  // of the block whose note is written; negative: none of this tile
   bool is_first;                // that block is the tile's first
@@ -93,7 +94,8 @@ struct QueryProducer {
     const WorkItem item = params.items[work / section_heads];
     const int group = params.num_heads / params.num_kv_heads;
     const int first_head = kv_head * group + item.head;
-    tile_flags = item.num_heads < group ? kSplitTile : 0;
+    const bool split = Traits::kCut ? params.parts[item.tile] > 1 : item.num_heads < group;
+    tile_flags = split ? kSplitTile : 0;
     if constexpr (Traits::kOrdered) rank = work / section_heads % NumTiles(params);
     const int table_tile = item.tile / params.parts_per_tile;
     key_start = item.tile * Traits::kBlockN;
@@ -105,6 +107,10 @@ struct QueryProducer {
     partial = last_key - key_start + 1 < Traits::kBlockN;
     found_query = -1;
     is_first = true;
+    if constexpr (Traits::kCut) {
+      first_query = item.first_query;
+      end_query = item.end_query;
+    }
     const int first_run = max(params.by_key.ptr[table_tile], 0);
     const int end_run = min(params.by_key.ptr[table_tile + 1], params.by_key.num_runs);
     for (int head = first_head; head < first_head + item.num_heads; ++head) {
@@ -139,7 +145,8 @@ struct QueryProducer {
     num_chunks = (run.ids_end - run.ids_begin + 31) / 32;
     if (num_chunks <= 0) return;
     LoadSlices(0);
-    for (int query = FirstVisible(0) & kAlign; query < params.q_len;
+    const int end = Traits::kCut ? end_query : params.q_len;
+    for (int query = FirstVisible(Traits::kCut ? first_query : 0) & kAlign; query < end;
          query = FirstVisible(query + Traits::kBlockM) & kAlign) {
       FindBlock(query, head);
     }
@@ -180,20 +187,21 @@ struct QueryProducer {
       shared.notes[ring.slot].header.flags |= flags;
       const int64_t at = static_cast<int64_t>(found_head) * params.stat_rows + found_query;
       uint64_t* barrier = &shared.q_full[ring.slot];
-      BarrierArriveExpect(barrier, Traits::kQBytes + Traits::kStatBytes);
-      LoadRows<Traits::kBlockM>(shared.q[ring.slot], q_map, barrier, found_head, found_query,
-                                kEvictNormal);
+      BarrierArriveExpect(barrier, Traits::kQBytes + 2 * Traits::kStatBytes);
+      LoadRows<Traits::kBlockM, Traits::kChunks>(shared.q[ring.slot], q_map, barrier, found_head,
+                                                 found_query, kEvictNormal);
       CopyBytes(shared.lse[ring.slot], params.lse + at, Traits::kStatBytes, barrier);
+      CopyBytes(shared.delta[ring.slot], params.delta + at, Traits::kStatBytes, barrier);
+    } else {
+      BarrierArrive(&shared.q_full[ring.slot]);
     }
     if (is_first) OpenTile();
     BarrierWait(&shared.dout_empty[dout_ring.slot], dout_ring.parity ^ 1);
     if (lane == 0) {
-      const int64_t at = static_cast<int64_t>(found_head) * params.stat_rows + found_query;
       uint64_t* barrier = &shared.dout_full[dout_ring.slot];
-      BarrierArriveExpect(barrier, Traits::kQBytes + Traits::kStatBytes);
-      LoadRows<Traits::kBlockM>(shared.dout[dout_ring.slot], dout_map, barrier, found_head,
-                                found_query, kEvictNormal);
-      CopyBytes(shared.delta[dout_ring.slot], params.delta + at, Traits::kStatBytes, barrier);
+      BarrierArriveExpect(barrier, Traits::kDoutBytes);
+      LoadRows<Traits::kBlockM, Traits::kVChunks>(shared.dout[dout_ring.slot], dout_map, barrier,
+                                                  found_head, found_query, kEvictNormal);
     }
     is_first = false;
     ring.Advance();
@@ -205,17 +213,19 @@ struct QueryProducer {
     BarrierWait(&shared.kv_empty, kv_parity ^ 1);
     kv_parity ^= 1;
     if (lane == 0) {
-      BarrierArriveExpect(&shared.kv_full, 2 * Traits::kKBytes);
-      LoadRows<Traits::kBlockN>(shared.k, k_map, &shared.kv_full, kv_head, key_start, kEvictFirst);
-      LoadRows<Traits::kBlockN>(shared.v, v_map, &shared.kv_full, kv_head, key_start, kEvictFirst);
+      BarrierArriveExpect(&shared.kv_full, Traits::kKBytes + Traits::kVBytes);
+      LoadRows<Traits::kBlockN, Traits::kChunks>(shared.k, k_map, &shared.kv_full, kv_head,
+                                                 key_start, kEvictFirst);
+      LoadRows<Traits::kBlockN, Traits::kVChunks>(shared.v, v_map, &shared.kv_full, kv_head,
+                                                  key_start, kEvictFirst);
     }
   }
 
-  template <int kRows>
+  template <int kRows, int kChunks>
   __device__ __forceinline__ void LoadRows(uint8_t* destination, const CUtensorMap& map,
                                            uint64_t* barrier, int head, int row, uint64_t hint) {
 #pragma unroll
-    for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
       CopyBox(destination + chunk * kRows * Traits::kRowBytes, &map, barrier, chunk * kChunk, head,
               row, hint);
     }
@@ -224,7 +234,8 @@ struct QueryProducer {
   // Consumers free a note with the queries beside it.
   __device__ __forceinline__ void NoteBlock(int query, int head) {
     QueryBlockNote& note = shared.notes[ring.slot];
-    const int query_end = query + Traits::kBlockM;
+    const int block_end = query + Traits::kBlockM;
+    const int query_end = Traits::kCut ? min(block_end, end_query) : block_end;
     bool full = query >= run.full_begin && query_end <= run.full_end;
     int count = 0;
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
@@ -232,12 +243,15 @@ struct QueryProducer {
       const bool touches = max(mine.any_begin, query) < min(mine.any_end, query_end);
       const uint32_t touching = __ballot_sync(0xFFFFFFFF, touches);
       const int position = count + __popc(touching & ((1u << lane) - 1));
-      if (touches && position < kMaxInlineSlices)
-        note.slices[position] = Transposed(params.slices[mine.id]);
+      if (touches && position < kMaxInlineSlices) {
+        Slice slice = Transposed(params.slices[mine.id]);
+        if (Traits::kCut) slice.k_end = min(slice.k_end, end_query);
+        note.slices[position] = slice;
+      }
       full |= mine.all_begin <= query && query_end <= mine.all_end;
       count += __popc(touching);
     }
-    full = __any_sync(0xFFFFFFFF, full) && !partial;
+    full = __any_sync(0xFFFFFFFF, full) && !partial && query_end == block_end;
     // A block with too many slices hands over the run's whole list.
     if (count > kMaxInlineSlices) count = run.ids_begin - run.ids_end;
     int flags = tile_flags | (full ? 0 : kMaskedBlock);
@@ -263,8 +277,8 @@ struct QueryProducer {
     BarrierWait(&shared.q_empty[ring.slot], ring.parity ^ 1);
     if (lane == 0) {
       shared.notes[ring.slot].header = {0, 0, key_start, kv_head, flags, 0, 0};
-      BarrierArrive(&shared.q_full[ring.slot]);
     }
+    BarrierArrive(&shared.q_full[ring.slot]);
     ring.Advance();
   }
 

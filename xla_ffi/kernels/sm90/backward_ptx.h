@@ -113,22 +113,6 @@ __device__ __forceinline__ void WaitBoxes() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// NamedBarrierSync that also tells whether `flag` held in any of the threads.
-__device__ __forceinline__ bool NamedBarrierOr(int id, int threads, bool flag) {
-  uint32_t any;
-  asm volatile(
-      "{\n"
-      ".reg .pred in, out;\n"
-      "setp.ne.u32 in, %3, 0;\n"
-      "barrier.cta.red.or.aligned.pred out, %1, %2, in;\n"
-      "selp.u32 %0, 1, 0, out;\n"
-      "}\n"
-      : "=r"(any)
-      : "r"(id), "r"(threads), "r"(uint32_t{flag})
-      : "memory");
-  return any != 0;
-}
-
 }  // namespace magi_jax::sm90
 
 #endif  // MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_PTX_H_

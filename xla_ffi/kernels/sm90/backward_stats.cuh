@@ -14,35 +14,57 @@
 namespace magi_jax::sm90 {
 
 // Rows of the prepared statistics: a block may begin at the last query.
-inline int StatRows(int q_len) { return (q_len + kStatTile - 1) / kStatTile * kStatTile + 64; }
+inline int StatRows(int q_len) { return (q_len + kStatTile - 1) / kStatTile * kStatTile + 128; }
 
-// Blocks of 32 x 8 threads over tiles of 32 x 32. Queries without
-// keys, and rows past the last query, get +inf, which makes every probability 0.
-__global__ void __launch_bounds__(256)
-    PrepareStats(const float* lse, const float* delta, float* lse_out, float* delta_out,
-                 uint32_t* suspects, float delta_factor, int q_len, int num_heads, int stat_rows) {
-  __shared__ float lse_tile[kStatTile][kStatTile + 1], delta_tile[kStatTile][kStatTile + 1];
-  const int row_start = blockIdx.x * kStatTile, head_start = blockIdx.y * kStatTile;
-  for (int i = threadIdx.y; i < kStatTile; i += 8) {
-    const int row = row_start + i, head = head_start + threadIdx.x;
-    const int64_t at = static_cast<int64_t>(row) * num_heads + head;
-    const bool inside = row < q_len && head < num_heads;
-    const float value = inside ? lse[at] : -INFINITY;
-    lse_tile[i][threadIdx.x] = value == -INFINITY ? INFINITY : value * kLog2e;
-    delta_tile[i][threadIdx.x] = inside ? delta[at] * delta_factor : 0.0f;
+// What is prepared, and from what.
+struct Statistics {
+  const float *lse, *delta;  // [T, N]
+  float *lse_out, *delta_out;
+  uint32_t* suspects;
+  float delta_factor;
+  int q_len, num_heads, stat_rows;
+
+  __host__ __device__ int Tiles() const {
+    return (stat_rows + kStatTile - 1) / kStatTile * ((num_heads + kStatTile - 1) / kStatTile);
+  }
+};
+
+constexpr int kStatThreads = 256;  // that do a tile
+
+// The block's tile of 32 rows and 32 heads, by 32 x 8 of its threads each. Queries without keys,
+// and rows past the last query, get +inf, which makes every probability 0.
+template <int kThreads>
+__device__ void PrepareStats(const Statistics& stats, int first_tile) {
+  constexpr int kTiles = kThreads / kStatThreads;
+  __shared__ float lse_tiles[kTiles][kStatTile][kStatTile + 1];
+  __shared__ float delta_tiles[kTiles][kStatTile][kStatTile + 1];
+  auto& lse_tile = lse_tiles[threadIdx.x / kStatThreads];
+  auto& delta_tile = delta_tiles[threadIdx.x / kStatThreads];
+  const int x = threadIdx.x % 32, y = threadIdx.x % kStatThreads / 32;
+  const int row_tiles = (stats.stat_rows + kStatTile - 1) / kStatTile;
+  const int tile = first_tile + threadIdx.x / kStatThreads;
+  const int row_start = tile % row_tiles * kStatTile, head_start = tile / row_tiles * kStatTile;
+  for (int i = y; i < kStatTile; i += 8) {
+    const int row = row_start + i, head = head_start + x;
+    const int64_t at = static_cast<int64_t>(row) * stats.num_heads + head;
+    const bool inside = row < stats.q_len && head < stats.num_heads;
+    const float value = inside ? stats.lse[at] : -INFINITY;
+    lse_tile[i][x] = value == -INFINITY ? INFINITY : value * kLog2e;
+    delta_tile[i][x] = inside ? stats.delta[at] * stats.delta_factor : 0.0f;
   }
   __syncthreads();
-  for (int i = threadIdx.y; i < kStatTile; i += 8) {
-    const int row = row_start + threadIdx.x, head = head_start + i;
-    if (head >= num_heads) continue;
-    const int64_t at = static_cast<int64_t>(head) * stat_rows + row;
-    const float head_lse = lse_tile[threadIdx.x][i], head_delta = delta_tile[threadIdx.x][i];
-    lse_out[at] = head_lse;
-    delta_out[at] = head_delta;
-    const bool suspect = row < q_len && !(isfinite(head_lse) && isfinite(head_delta));
+  for (int i = y; i < kStatTile; i += 8) {
+    const int row = row_start + x, head = head_start + i;
+    if (head >= stats.num_heads) continue;
+    const int64_t at = static_cast<int64_t>(head) * stats.stat_rows + row;
+    const float head_lse = lse_tile[x][i], head_delta = delta_tile[x][i];
+    stats.lse_out[at] = head_lse;
+    stats.delta_out[at] = head_delta;
+    const bool suspect = row < stats.q_len && !(isfinite(head_lse) && isfinite(head_delta));
     const bool any = __any_sync(0xFFFFFFFF, suspect);
-    if (threadIdx.x == 0) suspects[head * (stat_rows / kStatTile) + blockIdx.x] = any;
+    if (x == 0) stats.suspects[head * (stats.stat_rows / kStatTile) + row_start / kStatTile] = any;
   }
+  __syncthreads();
 }
 
 }  // namespace magi_jax::sm90

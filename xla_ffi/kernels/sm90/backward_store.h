@@ -36,17 +36,29 @@ __device__ void AddQueryGradients(const BackwardKernelParams& params, const CUte
       turn.Await(note.head, note.rank, min(row + Traits::kBlockM, params.q_len));
     };
     if (Traits::kOrdered && note.row != awaited) await(note.row);
+    const int column = Traits::kPaired ? note.column
+                       : Traits::kTall ? 0
+                                       : consumer * Traits::kGradientColumns;
+    const int row = note.row + (Traits::kTall ? consumer * Traits::kGradientRows : 0);
     if (lane == 0) {
 #pragma unroll
       for (int i = 0; i < Traits::kGradientColumns / Traits::kGradientBox; ++i) {
-        AddBox(shared.dq[consumer] + i * Traits::kBlockM * 128, &dq_map,
-               consumer * Traits::kGradientColumns + i * Traits::kGradientBox, note.head, note.row);
+        const int offset = i * Traits::kGradientBox;
+        if (Traits::kPaired && offset >= note.columns) break;
+        AddBox(shared.dq[consumer] + i * Traits::kGradientRows * 128, &dq_map, column + offset,
+               note.head, row);
       }
       CommitBoxes();
       WaitBoxesRead();
-      BarrierArrive(&shared.dq_empty[consumer]);
+      if constexpr (!Traits::kOrdered) BarrierArrive(&shared.dq_empty[consumer]);
     }
+    if constexpr (Traits::kOrdered) BarrierArrive(&shared.dq_empty[consumer]);
     if constexpr (Traits::kOrdered) {
+      // The second part of a block ends the turn.
+      if (Traits::kPaired && note.next_row < 0) {
+        awaited = note.row;
+        continue;
+      }
       if (lane == 0) turn.Pass(note);
       awaited = note.next_row;
       if (awaited != kNoQuery) await(awaited);
@@ -56,10 +68,9 @@ __device__ void AddQueryGradients(const BackwardKernelParams& params, const CUte
 }
 
 // Writes a consumer's 64 rows of dK or dV.
-template <typename Traits>
+template <typename Element, int kWidth>
 struct KeyGradientStore {
-  using Element = typename Traits::Element;
-  static constexpr int kCount = Traits::kHeadDim / 2;  // accumulators of a thread
+  static constexpr int kCount = kWidth / 2;  // accumulators of a thread
 
   const BackwardKernelParams& params;
   const int kv_head;
@@ -70,8 +81,7 @@ struct KeyGradientStore {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int key = first_key + 8 * row;
-      const int64_t at =
-          (static_cast<int64_t>(key) * params.num_kv_heads + kv_head) * Traits::kHeadDim;
+      const int64_t at = (static_cast<int64_t>(key) * params.num_kv_heads + kv_head) * kWidth;
       if (params.gradients_are_f32) {
         StoreFloats(static_cast<float*>(gradient) + at, key < params.k_len, row, values, factor);
       } else {
@@ -89,7 +99,7 @@ struct KeyGradientStore {
       const int key = first_key + 8 * row;
       if (key >= params.k_len) continue;
       float* const out =
-          sums + (static_cast<int64_t>(key) * params.num_kv_heads + kv_head) * Traits::kHeadDim;
+          sums + (static_cast<int64_t>(key) * params.num_kv_heads + kv_head) * kWidth;
 #pragma unroll
       for (int j = 0; j < kCount / 4; ++j) {
         const int i = 4 * j + 2 * row;

@@ -42,6 +42,33 @@ __device__ __forceinline__ int PartsOfTile(int blocks, int group, int item_block
   return group;
 }
 
+// The segments of queries in which a table tile's walk is done. Walks no longer than a segment stay
+// whole, and so do those of more slices than a note has room for, since notes cut slices.
+struct Segments {
+  int first, count;  // in units of segment_queries
+
+  __device__ __forceinline__ bool Begins(int segment) const {
+    return segment >= first && segment < first + count;
+  }
+};
+
+__device__ __forceinline__ Segments SegmentsOfTile(const BackwardKernelParams& params,
+                                                   int table_tile) {
+  const TileRuns& by_key = params.by_key;
+  const int size = params.segment_queries;
+  const int first = max(by_key.ptr[table_tile], 0);
+  const int end = min(by_key.ptr[table_tile + 1], by_key.num_runs);
+  if (size >= params.q_len || first >= end) return {0, 1};
+  const int begin = min(max(by_key.runs[first].begin, 0), params.q_len - 1);
+  const int last = min(max(by_key.runs[end - 1].end - 1, begin), params.q_len - 1);
+  bool cut = last - begin >= size;
+  for (int r = first; r < end && cut; ++r) {
+    const Run& run = by_key.runs[r];
+    cut = int64_t{run.ids_end} - run.ids_begin <= kMaxInlineSlices;
+  }
+  return {begin / size, cut ? last / size - begin / size + 1 : 1};
+}
+
 // First query that a table tile may see, a multiple of kQueryAlignment, or kNoQuery.
 __device__ __forceinline__ int FirstQueryOfTile(const TileRuns& by_key, int table_tile) {
   const int first = max(by_key.ptr[table_tile], 0);
@@ -98,14 +125,15 @@ struct TileStats {
 
 struct RankedTile {
   int tile, blocks;  // tile < 0: none
-  int parts;
+  int parts;         // of its group's heads
+  Segments segments;
 };
 
 // The tile at a place of an order: that of sums where it is fixed, else by place or longest first.
 template <class PartsOf>
 __device__ __forceinline__ RankedTile TileOfRank(const BackwardKernelParams& params, int rank,
                                                  int num_tiles, bool by_place, PartsOf parts_of) {
-  if (rank >= num_tiles) return {-1, 0, 1};
+  if (rank >= num_tiles) return {-1, 0, 1, {0, 1}};
   int tile = rank;
   if (params.progress != nullptr) {
     tile = params.tile_order[rank];
@@ -116,14 +144,13 @@ __device__ __forceinline__ RankedTile TileOfRank(const BackwardKernelParams& par
     tile = table_tile * params.parts_per_tile + rank % params.parts_per_tile;
   }
   const int blocks = params.parts[tile];
-  return {tile, blocks, parts_of(blocks)};
+  return {tile, blocks, parts_of(blocks), SegmentsOfTile(params, tile / params.parts_per_tile)};
 }
 
 // One block. Lists the items of one kv head: those that start at the first head of the group before
 // those that start at the second. Neighbours walk the same queries, so tiles follow each other by
 // place while that cannot leave a long one to the end; then longest first.
-__global__ void __launch_bounds__(kPlanThreads)
-    PlanWork(const __grid_constant__ BackwardKernelParams params, int block_queries, int num_sms) {
+__device__ void PlanWork(const BackwardKernelParams& params, int block_queries, int num_sms) {
   __shared__ int warp_counts[kPlanThreads / 32];
   __shared__ TileStats stats;
   if (threadIdx.x == 0) stats = {0, 0, false};
@@ -153,22 +180,27 @@ __global__ void __launch_bounds__(kPlanThreads)
   __syncthreads();
   const bool any_split = stats.any_split;
   // Without parts there is but one round: its long tiles first.
-  const int64_t long_blocks =
-      any_split || ordered ? -1
-                           : static_cast<int64_t>(stats.all_blocks) * 3 / 2 / max(num_tiles, 1);
+  const int rounds = any_split || ordered ? 1 : 2;
+  const int64_t long_blocks = static_cast<int64_t>(stats.all_blocks) * 3 / 2 / max(num_tiles, 1);
+  const int num_segments = (params.q_len + params.segment_queries - 1) / params.segment_queries;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int listed = 0;
-  const auto list = [&](const RankedTile& ranked, int head, bool wanted) {
+  const auto list = [&](const RankedTile& ranked, int head, int segment, bool wanted) {
     const int num_heads = group / ranked.parts;
-    const bool starts = wanted && ranked.tile >= 0 && head % num_heads == 0;
+    const Segments& segments = ranked.segments;
+    const bool starts =
+        wanted && ranked.tile >= 0 && head % num_heads == 0 && segments.Begins(segment);
     const uint32_t starting = __ballot_sync(0xFFFFFFFF, starts);
     if (lane == 0) warp_counts[warp] = __popc(starting);
     __syncthreads();
     const int count = warp_counts[lane];
     const int before = __reduce_add_sync(0xFFFFFFFF, lane < warp ? count : 0);
     if (starts) {
+      const bool whole = segments.count == 1;
       params.items[listed + before + __popc(starting & ((1u << lane) - 1))] = {
-          ranked.tile, static_cast<int16_t>(head), static_cast<int16_t>(num_heads)};
+          ranked.tile, static_cast<int16_t>(head), static_cast<int16_t>(num_heads),
+          whole ? 0 : segment * params.segment_queries,
+          whole ? params.q_len : min((segment + 1) * params.segment_queries, params.q_len)};
     }
     listed += __reduce_add_sync(0xFFFFFFFF, count);
     __syncthreads();
@@ -177,17 +209,21 @@ __global__ void __launch_bounds__(kPlanThreads)
   const RankedTile first_by_length = TileOfRank(params, threadIdx.x, num_tiles, false, parts_of);
   for (int head = 0; head < (any_split ? group : 1); ++head) {
     const bool by_place = !any_split || 2 * head < group;
-    for (int round = 0; round < (long_blocks < 0 ? 1 : 2); ++round) {
+    for (int pass = 0; pass < rounds * num_segments; ++pass) {
+      const int round = pass / num_segments, segment = pass % num_segments;
       for (int start = 0; start < num_tiles; start += kPlanThreads) {
         const RankedTile ranked =
             start > 0 ? TileOfRank(params, start + threadIdx.x, num_tiles, by_place, parts_of)
                       : (by_place ? first_by_place : first_by_length);
-        list(ranked, head, long_blocks < 0 || (ranked.blocks > long_blocks) == (round == 0));
+        const bool wanted = rounds == 1 || (ranked.blocks > long_blocks) == (round == 0);
+        list(ranked, head, segment, wanted);
       }
     }
   }
-  for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads)
-    params.parts[tile] = parts_of(params.parts[tile]);
+  for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads) {
+    params.parts[tile] =
+        parts_of(params.parts[tile]) * SegmentsOfTile(params, tile / params.parts_per_tile).count;
+  }
   if (threadIdx.x == 0) {
     *params.num_items = listed;
     *params.counter = 0;
