@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=32768, help="per GPU")
     parser.add_argument("--heads", nargs="+", default=["64:8"], help="query heads:kv heads")
-    parser.add_argument("--masks", nargs="+", help="names of masks; all by default")
+    parser.add_argument("--masks", nargs="+", help="names of masks, in order; all by default")
     parser.add_argument("--transports", nargs="+", default=["native", "portable"])
     parser.add_argument("--overlap", default="auto", help="remote stages, or late")
     parser.add_argument("--effort", default="fast", choices=["fast", "high"], help="of planning")
@@ -59,10 +59,10 @@ def main() -> None:
     rows = []
     for heads in args.heads:
         num_heads, num_kv_heads = map(int, heads.split(":"))
-        for name, mask in cases(args.tokens * mesh.size).items():
-            if args.masks is None or name in args.masks:
-                rows += measure(mesh, name, mask, num_heads, num_kv_heads, args)
-                save_ranks(args, mesh, rows)
+        named = cases(args.tokens * mesh.size)
+        for name in args.masks or named:
+            rows += measure(mesh, name, named[name], num_heads, num_kv_heads, args)
+            save_ranks(args, mesh, rows)
 
 
 def cases(length: int) -> dict[str, masks.AttnMask]:
