@@ -1,9 +1,9 @@
 """Attention on NVIDIA GPUs: custom calls to the CUDA kernels of ``xla_ffi/kernels/sm80`` and ``sm90``.
 
 Path ``sm80`` runs on every GPU from compute capability 8.0 on. Path ``sm90`` is for compute capability 9.0
-and takes tables of certain tile sizes; an implementation lists ``sm80`` behind it for the others. The backward
-of ``sm90`` adds gradients up in no fixed order; who insists on one gets ``sm90_ordered``, the same kernel in
-which thread blocks take turns.
+and takes tables of certain tile sizes; an implementation lists ``sm80`` behind it for the others. The
+backward of ``sm90`` adds gradients up in no fixed order; who insists on one gets ``sm90_ordered``, the same
+kernel in which thread blocks take turns.
 `CudaImplementation.describe` tells which kernels and tiles a call gets.
 """
 
