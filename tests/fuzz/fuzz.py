@@ -24,6 +24,7 @@ virtual_devices.prepare()
 
 import fuzz_blocks  # noqa: E402
 import fuzz_distributed  # noqa: E402
+import fuzz_parts  # noqa: E402
 import fuzz_single  # noqa: E402
 import jax  # noqa: E402
 import other_build  # noqa: E402
@@ -119,8 +120,9 @@ def _arguments() -> argparse.Namespace:
 
 def _names(implementations: tuple[str, ...]) -> list[str]:
     if "cpu" in implementations:
-        return [*fuzz_single.FRAMES, *fuzz_blocks.BLOCKS, *fuzz_distributed.SETUPS]
-    return list(fuzz_single.GPU_FRAMES)
+        frames = [*fuzz_single.FRAMES, *fuzz_blocks.BLOCKS, *fuzz_parts.PARTS]
+        return [*frames, *fuzz_distributed.SETUPS]
+    return [*fuzz_single.GPU_FRAMES, *fuzz_parts.GPU_PARTS]
 
 
 def _driver(name: str, implementations: tuple[str, ...]):
@@ -128,6 +130,8 @@ def _driver(name: str, implementations: tuple[str, ...]):
         return fuzz_distributed.Distributed(name)
     if name in fuzz_blocks.BLOCKS:
         return fuzz_blocks.BlockTables(name, implementations)
+    if name in fuzz_parts.PARTS | fuzz_parts.GPU_PARTS:
+        return fuzz_parts.InParts(name, implementations)
     return fuzz_single.SingleDevice(name, implementations)
 
 

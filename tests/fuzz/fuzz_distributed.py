@@ -74,7 +74,9 @@ SETUPS = {
     "cp8_balanced": Setup(8, 181, 3, "balanced", 2, cap=3.0, num_sinks=1),
     "cp4_nodes": Setup(4, 149, 7, "balanced", 3, ranks_per_node=2, dtype="bfloat16"),
     "cp1": Setup(1, 97, 97, "contiguous", 1, num_sinks=2),
-    "cp2_zigzag": Setup(2, 139, 5, "zigzag", 1, (2, 2, 4, 4), options=DistOptions(deterministic=True)),
+    "cp2_zigzag": Setup(
+        2, 139, 5, "zigzag", 1, (2, 2, 4, 4), options=DistOptions(deterministic=True)
+    ),
     "cp8_lpt": Setup(8, 127, 16, "lpt", 4, (6, 1, 4, 8)),
     "cp3_contiguous": Setup(3, 101, 1, "contiguous", 2),
     "cp8_more_ranks_than_chunks": Setup(8, 29, 8, "balanced", 1),

@@ -2,6 +2,7 @@
 
 import fuzz_blocks
 import fuzz_distributed
+import fuzz_parts
 import fuzz_single
 import numpy as np
 import pytest
@@ -24,6 +25,13 @@ def test_single_device(name, count, rng):
 def test_tables_built_on_the_device(name, rng):
     driver = fuzz_blocks.BlockTables(name, ("cpu",))
     for seed in rng.integers(0, 2**31, 20).tolist():
+        _run(driver, name, seed)
+
+
+@pytest.mark.parametrize("name", fuzz_parts.PARTS)
+def test_results_in_parts(name, rng):
+    driver = fuzz_parts.InParts(name, ("cpu",))
+    for seed in rng.integers(0, 2**31, 10).tolist():
         _run(driver, name, seed)
 
 
