@@ -16,9 +16,6 @@ from magi_jax.solver.dispatch.strategies import STRATEGIES
 from magi_jax.solver.engine import check_engine
 from magi_jax.solver.slice_table import TILE_SIZE
 
-# What ranks are to have the same of.
-AREA, TIME = "area", "time"
-
 
 def positive(name: str, value: Any) -> int:
     """A Python integer of at least 1: those of NumPy are equal to it, but not in a fingerprint."""
@@ -79,9 +76,6 @@ class PlanConfig:
             take one step in any case.
         effort: "fast" for planning every batch, "high" for planning ahead in background workers; how
             long "balanced" searches.
-        balance: what "balanced" gives each rank as much of as any other: "area", visible pairs of queries and
-            keys; or "time", what ``cost_model`` predicts that kernels take for them, to which short documents
-            add more than their area.
         engine: "compiled" or "numpy"; both make the same plans, in milliseconds and in seconds.
         overlap: number of remote stages (at least 1), of both directions or ``(forward, backward)``;
             "late": none, but queries that need remote keys are computed last and at once; or "auto": what
@@ -101,7 +95,6 @@ class PlanConfig:
     ranks_per_node: int | None = None
     two_level: bool | str = "auto"
     effort: str = "fast"
-    balance: str = AREA
     engine: str = "compiled"
     overlap: Overlap = "auto"
     travelling: Travelling = "auto"
@@ -118,8 +111,6 @@ class PlanConfig:
             raise ValueError(f"dispatch must be one of {sorted(STRATEGIES)}, got {self.dispatch!r}")
         if self.effort not in EFFORTS:
             raise ValueError(f"effort must be one of {sorted(EFFORTS)}, got {self.effort!r}")
-        if self.balance not in (AREA, TIME):
-            raise ValueError(f'balance must be "area" or "time", got {self.balance!r}')
         check_engine(self.engine)
         self._check_two_level()
         object.__setattr__(self, "overlap", settled_overlap(self.overlap))
