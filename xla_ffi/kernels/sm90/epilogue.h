@@ -63,7 +63,7 @@ struct Epilogue {
       const float sum = QuadSum(stats.sum[row]);
       // Not `sum > 0`: a NaN must reach the output.
       results.weights[row] = sum == 0.0f ? 0.0f : Reciprocal(sum);
-      const float top = stats.reference[row] * scale_log2;
+      const float top = stats.reference[row];
       results.lse_log2[row] = sum == 0.0f ? -INFINITY : top + Log2(sum);
       const RowPlace place(params, tile, row_in_tile + 8 * row);
       if (place.inside && threadIdx.x % 4 == 0) {

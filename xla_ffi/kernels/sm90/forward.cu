@@ -23,24 +23,30 @@ constexpr int64_t kSectionBytes = int64_t{24} << 20;
 // Where the maxima themselves are asked for, references follow them.
 constexpr float kMoveThreshold = 8.0f;
 
+// Most tiles of a block of the grid that are dealt out without a counter.
+constexpr int kFixedRounds = 8;
+
 struct Instantiation {
   DType dtype;
   int head_dim, v_head_dim;
   const char* name;
+  const char* few_keys_name;  // of the kernel for calls with few keys, if they have one
   cudaError_t (*launch)(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
 };
 
 constexpr Instantiation kInstantiations[] = {
-    {DType::kBF16, 64, 64, "sm90 hdim64 bf16 128x192", LaunchForwardHdim64Bf16},
-    {DType::kF16, 64, 64, "sm90 hdim64 f16 128x160", LaunchForwardHdim64F16},
-    {DType::kBF16, 96, 96, "sm90 hdim96 bf16 128x128", LaunchForwardHdim96Bf16},
-    {DType::kF16, 96, 96, "sm90 hdim96 f16 128x128", LaunchForwardHdim96F16},
-    {DType::kBF16, 128, 128, "sm90 hdim128 bf16 128x144", LaunchForwardHdim128Bf16},
-    {DType::kF16, 128, 128, "sm90 hdim128 f16 128x144", LaunchForwardHdim128F16},
-    {DType::kBF16, 192, 128, "sm90 hdim192x128 bf16 128x96", LaunchForwardHdim192x128Bf16},
-    {DType::kF16, 192, 128, "sm90 hdim192x128 f16 128x96", LaunchForwardHdim192x128F16},
-    {DType::kBF16, 256, 256, "sm90 hdim256 bf16 128x64", LaunchForwardHdim256Bf16},
-    {DType::kF16, 256, 256, "sm90 hdim256 f16 128x64", LaunchForwardHdim256F16},
+    {DType::kBF16, 64, 64, "sm90 hdim64 bf16 128x192", nullptr, LaunchForwardHdim64Bf16},
+    {DType::kF16, 64, 64, "sm90 hdim64 f16 128x192", nullptr, LaunchForwardHdim64F16},
+    {DType::kBF16, 96, 96, "sm90 hdim96 bf16 128x128", nullptr, LaunchForwardHdim96Bf16},
+    {DType::kF16, 96, 96, "sm90 hdim96 f16 128x128", nullptr, LaunchForwardHdim96F16},
+    {DType::kBF16, 128, 128, "sm90 hdim128 bf16 128x144", "sm90 hdim128 bf16 128x128",
+     LaunchForwardHdim128Bf16},
+    {DType::kF16, 128, 128, "sm90 hdim128 f16 128x144", "sm90 hdim128 f16 128x128",
+     LaunchForwardHdim128F16},
+    {DType::kBF16, 192, 128, "sm90 hdim192x128 bf16 128x96", nullptr, LaunchForwardHdim192x128Bf16},
+    {DType::kF16, 192, 128, "sm90 hdim192x128 f16 128x96", nullptr, LaunchForwardHdim192x128F16},
+    {DType::kBF16, 256, 256, "sm90 hdim256 bf16 128x64", nullptr, LaunchForwardHdim256Bf16},
+    {DType::kF16, 256, 256, "sm90 hdim256 f16 128x64", nullptr, LaunchForwardHdim256F16},
 };
 
 const Instantiation* Find(const Problem& problem) {
@@ -86,7 +92,7 @@ KernelParams MakeKernelParams(const ForwardParams& forward) {
   const bool merges = forward.earlier != nullptr && forward.earlier_dtype == DType::kF32;
   params.earlier = merges ? static_cast<const float*>(forward.earlier) : nullptr;
   const float cap = problem.logits_soft_cap;
-  params.transform = cap != 0.0f || !(problem.scale > 0.0f);
+  params.transform = NeedsTransform(problem);
   params.transform_scale =
       cap != 0.0f ? 2.0f * kLog2e * problem.scale / cap : kLog2e * problem.scale;
   params.cap_log2 = cap * kLog2e;
@@ -135,15 +141,18 @@ size_t ForwardScratchBytes(const Problem&) { return sizeof(int); }
 
 void DescribeForward(const Problem& problem, char* text, size_t size) {
   const Instantiation* found = Find(problem);
-  std::snprintf(text, size, "%s, %d heads x %d tokens a tile",
-                found == nullptr ? "none" : found->name, 1 << PackLog2(problem),
+  const char* name = found == nullptr ? "none" : found->name;
+  if (found != nullptr && found->few_keys_name != nullptr && TakesFewKeys(problem))
+    name = found->few_keys_name;
+  std::snprintf(text, size, "%s, %d heads x %d tokens a tile", name, 1 << PackLog2(problem),
                 kBlockM >> PackLog2(problem));
 }
 
 cudaError_t Forward(const ForwardParams& forward, void* scratch, cudaStream_t stream) {
-  const Instantiation* instantiation = Find(forward.problem);
+  const Problem& problem = forward.problem;
+  const Instantiation* instantiation = Find(problem);
   if (instantiation == nullptr || scratch == nullptr) return cudaErrorInvalidValue;
-  if (forward.problem.q_len == 0) return cudaSuccess;
+  if (problem.q_len == 0) return cudaSuccess;
   KernelParams params = MakeKernelParams(forward);
   int device, num_sms;
   cudaError_t error = cudaGetDevice(&device);
@@ -151,7 +160,11 @@ cudaError_t Forward(const ForwardParams& forward, void* scratch, cudaStream_t st
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   const int grid = std::min(params.num_work, num_sms);
-  if (params.num_work > grid) {
+  // Clearing the counter costs as much as a tenth of a call of 1024 tokens. Without it a block of
+  // the grid that must wait for a multiprocessor does all its tiles late, so long calls always have
+  // it.
+  const bool is_fixed = problem.k_len <= kFewKeys && params.num_work <= kFixedRounds * grid;
+  if (params.num_work > grid && !is_fixed) {
     params.counter = static_cast<int*>(scratch);
     error = cudaMemsetAsync(scratch, 0, sizeof(int), stream);
     if (error != cudaSuccess) return error;

@@ -102,6 +102,14 @@ cudaError_t LaunchForward(const ForwardParams& forward, const KernelParams& para
                           : LaunchKernel<Traits>(forward, params, grid, stream);
 }
 
+// Calls with few keys take kernel `Few`, whose blocks of keys fit common short lengths.
+template <typename Traits, typename Few>
+cudaError_t LaunchForward(const ForwardParams& forward, const KernelParams& params, int grid,
+                          cudaStream_t stream) {
+  return TakesFewKeys(forward.problem) ? LaunchKernel<Few>(forward, params, grid, stream)
+                                       : LaunchForward<Traits>(forward, params, grid, stream);
+}
+
 }  // namespace magi_jax::sm90
 
 #endif  // MAGI_JAX_XLA_FFI_KERNELS_SM90_FORWARD_CUH_

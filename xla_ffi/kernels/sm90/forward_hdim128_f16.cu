@@ -4,8 +4,9 @@ namespace magi_jax::sm90 {
 
 cudaError_t LaunchForwardHdim128F16(const ForwardParams& forward, const KernelParams& params,
                                     int grid, cudaStream_t stream) {
-  using Traits = ForwardTraits<__half, 128, 128, 144, 2, false>;
-  return LaunchForward<Traits>(forward, params, grid, stream);
+  using Traits = ForwardTraits<__half, 128, 128, 144, 2, true>;
+  using Few = ForwardTraits<__half, 128, 128, 128, 2, true>;
+  return LaunchForward<Traits, Few>(forward, params, grid, stream);
 }
 
 }  // namespace magi_jax::sm90

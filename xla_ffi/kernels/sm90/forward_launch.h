@@ -10,6 +10,20 @@
 
 namespace magi_jax::sm90 {
 
+// Calls with no more keys than this last some 10 to 200 microseconds, of which what precedes and
+// follows the products is a good part.
+constexpr int kFewKeys = 2048;
+
+// Whether logits need more than a multiplication by a positive number.
+inline bool NeedsTransform(const Problem& problem) {
+  return problem.logits_soft_cap != 0.0f || !(problem.scale > 0.0f);
+}
+
+// Whether a call goes to the kernel for few keys, where there is one.
+inline bool TakesFewKeys(const Problem& problem) {
+  return problem.k_len <= kFewKeys && !NeedsTransform(problem);
+}
+
 cudaError_t LaunchForwardHdim64Bf16(const ForwardParams&, const KernelParams&, int grid,
                                     cudaStream_t);
 cudaError_t LaunchForwardHdim64F16(const ForwardParams&, const KernelParams&, int grid,

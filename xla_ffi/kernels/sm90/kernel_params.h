@@ -29,9 +29,14 @@ struct ForwardTraits {
   using Element = ElementT;
   static constexpr int kHeadDim = kHeadDimT;
   static constexpr int kVHeadDim = kVHeadDimT;
-  static constexpr int kBlockN = kBlockNT;   // keys of a block
-  static constexpr int kStages = kStagesT;   // key and value blocks in shared memory
-  static constexpr bool kLazy = kLazyT;      // keep the references of rows while sums stay in range
+  static constexpr int kBlockN = kBlockNT;  // keys of a block
+  static constexpr int kStages = kStagesT;  // key and value blocks in shared memory
+  static constexpr bool kLazy = kLazyT;     // keep the references of rows while sums stay in range
+  // Of a block of which no more can be visible, no more is exponentiated and multiplied with
+  // values.
+  static constexpr int kShortKeys = (kBlockN / 2 + 15) / 16 * 16;
+  // A thread's sum over its columns of a block up to which no probability is too large for PV.
+  static constexpr float kMostLazySum = std::is_same_v<Element, __half> ? 0x1p15f : 0x1p60f;
   static constexpr bool kTransform = false;  // logits need TransformLogits
   static constexpr Turns kTurns = kTurnsT;
 
@@ -69,6 +74,7 @@ enum BlockFlags : int32_t {
       1,  // of its tile: the outputs of the tile before are complete once earlier products are
   kLastBlock = 2,    // of its tile: the queries are free once QK is done
   kMaskedBlock = 4,  // some cell is hidden
+  kShortBlock = 16,  // and no cell is visible from kShortKeys on
   kEndOfWork = 8,    // no block; the consumer is done
   kClosesTile = 32,  // set by consumers: first of a tile, and not of all tiles
 };
@@ -113,7 +119,7 @@ struct KernelParams {
   void* out;
   float* lse;
   float* row_max;  // null: not asked for
-  int* counter;    // zero at launch; null: tiles are dealt out in turn
+  int* counter;    // zero at launch; null: who works on which tile is fixed
   int q_len, k_len, num_heads, num_slices;
   float scale;
   float move_threshold;  // growth of a row's maximum that moves its reference, in powers of two

@@ -24,6 +24,10 @@ template <typename Traits>
 struct Consumer {
   using Element = typename Traits::Element;
   static constexpr int kLogits = Traits::kBlockN / 2;  // accumulators of a thread
+  // Those that are exponentiated in a short block. Where softmax is what takes time, all are: one
+  // more branch in it costs more than short blocks save.
+  static constexpr int kFirstLogits =
+      Traits::kTurns == Turns::kProducts ? Traits::kShortKeys / 2 : kLogits;
   static constexpr int kOutputs = Traits::kVHeadDim / 2;
 
   const KernelParams& params;
@@ -40,8 +44,6 @@ struct Consumer {
   RowStats stats;
   TileNote finished;   // the tile before, whose outputs are still in registers
   RowResults results;  // of its rows
-  bool
-      keeps_references;  // all rows of this warp have seen a key, and no exact maximum is asked for
 
   float o[kOutputs];
   uint32_t p[kLogits / 2];
@@ -120,6 +122,7 @@ struct Consumer {
     }
     RowMask<kLogits / 2> rows[2];
     if (__builtin_expect(next_flags & kMaskedBlock, 0)) MaskRows(rows);
+    Forget(flags);
     WaitForValues();
     IssuePV(flags);
     if (Traits::kTurns == Turns::kProducts && !(flags & kClosesTile)) PassTurn();
@@ -132,10 +135,15 @@ struct Consumer {
     Forget(next_flags);
     float rescale[2];
     bool moved = false, done = false;
-    if (Traits::kLazy && keeps_references && !(next_flags & kFirstBlock)) {
+    if (Traits::kLazy && !(next_flags & kFirstBlock) && KeepsReferences()) {
       PrepareLogits(next_flags, rows, s);
-      done = SoftmaxAtReference(s, stats, scale_log2);
-      if (__builtin_expect(!done, false)) RecomputeLogits(s);
+      float sums[2];
+      done = SoftmaxAtReference<kFirstLogits>(s, next_flags & kShortBlock, stats, sums, scale_log2,
+                                              Traits::kMostLazySum);
+      if (__builtin_expect(!done, false)) {
+        done = moved = RaiseReferences(s, stats, sums, rescale);
+        if (!done) RecomputeLogits(s);
+      }
     }
     if (__builtin_expect(!done, !Traits::kLazy)) moved = SoftmaxBlock(next_flags, rows, s, rescale);
     PinRegisters(s);
@@ -222,12 +230,21 @@ struct Consumer {
 
   // Adds to the outputs, or starts them on the first block of a tile.
   __device__ __forceinline__ void IssuePV(int flags) {
+    if (__builtin_expect(flags & kShortBlock, 0)) {
+      IssuePVSteps<Traits::kShortKeys / 16>(flags);
+    } else {
+      IssuePVSteps<Traits::kBlockN / 16>(flags);
+    }
+  }
+
+  template <int kSteps>
+  __device__ __forceinline__ void IssuePVSteps(int flags) {
     const Operand v_operand =
         OperandOfColumns(SharedAddress(shared.v[SlotOf<Traits::kStages>(blocks - 1)]),
                          Traits::kBlockN * Traits::kRowBytes);
     const bool adds = !(flags & kFirstBlock);
 #pragma unroll
-    for (int step = 0; step < Traits::kBlockN / 16; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       Wgmma<Traits::kVHeadDim>::RegistersShared(o, p + 4 * step,
                                                 v_operand.Advance(step * 2 * kSwizzleAtomBytes),
                                                 step > 0 || adds, Element{});
@@ -235,14 +252,16 @@ struct Consumer {
     WgmmaCommit();
   }
 
-  // Logits to probabilities. Must come before the keys of the block are released: its note goes
-  // with them.
+  // Whether all rows of this warp have seen a key, and no exact maximum is asked for.
+  __device__ __forceinline__ bool KeepsReferences() const {
+    return params.row_max == nullptr && stats.AllSeen();
+  }
+
+  // Logits to probabilities.
   __device__ __forceinline__ bool SoftmaxBlock(int flags, const RowMask<kLogits / 2> (&rows)[2],
                                                float (&s)[kLogits], float (&rescale)[2]) {
     PrepareLogits(flags, rows, s);
-    const bool moved = Softmax(s, stats, rescale, scale_log2, params.move_threshold);
-    if (Traits::kLazy) keeps_references = params.row_max == nullptr && stats.AllSeen();
-    return moved;
+    return Softmax(s, stats, rescale, scale_log2, params.move_threshold);
   }
 
   __device__ __forceinline__ void PrepareLogits(int flags, const RowMask<kLogits / 2> (&rows)[2],

@@ -15,8 +15,7 @@ namespace magi_jax::sm90 {
 constexpr float kLog2e = 1.4426950408889634f;
 
 struct RowStats {
-  float reference[2];  // what is subtracted from logits, before scaling; -inf until a row has seen
-                       // a key
+  float reference[2];  // what is subtracted from scaled logits; -inf until a row has seen a key
   float sum[2];        // this thread's share of the sum of probabilities
 
   __device__ __forceinline__ void Reset() {
@@ -58,25 +57,28 @@ __device__ __forceinline__ void TransformLogits(float (&logits)[kCount], float s
 }
 
 // Logits to probabilities relative to each row's reference, and this thread's share of their sums.
-template <int kCount>
-__device__ __forceinline__ void Exponentiate(float (&logits)[kCount], const RowStats& stats,
-                                             float scale_log2, float (&sums)[2]) {
+// In a short block only the first kFirst logits are looked at. kAllSeen: all rows have seen a key.
+template <bool kAllSeen, int kFirst, int kCount>
+__device__ __forceinline__ void Exponentiate(float (&logits)[kCount], bool is_short,
+                                             const RowStats& stats, float scale_log2,
+                                             float (&sums)[2]) {
+  float reference[2], sum[2][2] = {};
 #pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const float reference =
-        stats.reference[row] == -INFINITY ? 0.0f : stats.reference[row] * scale_log2;
-    float sum[2] = {0.0f, 0.0f};
+  for (int row = 0; row < 2; ++row)
+    reference[row] = !kAllSeen && stats.reference[row] == -INFINITY ? 0.0f : stats.reference[row];
+  const auto exponentiate = [&](int i) {
+    const int row = i / 2 % 2;
+    logits[i] = Exp2(fmaf(logits[i], scale_log2, -reference[row]));
+    sum[row][i % 2] += logits[i];
+  };
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
+  for (int i = 0; i < kFirst; ++i) exponentiate(i);
+  if (__builtin_expect(!is_short, 1)) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float& x = logits[i + 2 * row + j];
-        x = Exp2(fmaf(x, scale_log2, -reference));
-        sum[j] += x;
-      }
-    }
-    sums[row] = sum[0] + sum[1];
+    for (int i = kFirst; i < kCount; ++i) exponentiate(i);
   }
+  sums[0] = sum[0][0] + sum[0][1];
+  sums[1] = sum[1][0] + sum[1][1];
 }
 
 // Turns logits into probabilities relative to each row's reference, which it moves when the row's
@@ -94,35 +96,66 @@ __device__ __forceinline__ bool Softmax(float (&logits)[kCount], RowStats& stats
       top[0] = fmaxf(top[0], logits[i + 2 * row]);
       top[1] = fmaxf(top[1], logits[i + 2 * row + 1]);
     }
-    const float row_top = QuadMax(fmaxf(top[0], top[1]));
+    const float row_top = QuadMax(fmaxf(top[0], top[1])) * scale_log2;
     // False for a row that still has no key: -inf - -inf is NaN.
-    const bool moves = (row_top - stats.reference[row]) * scale_log2 > threshold;
-    rescale[row] = moves ? Exp2((stats.reference[row] - row_top) * scale_log2) : 1.0f;
+    const bool moves = row_top - stats.reference[row] > threshold;
+    rescale[row] = moves ? Exp2(stats.reference[row] - row_top) : 1.0f;
     stats.reference[row] = moves ? row_top : stats.reference[row];
     moved |= moves;
   }
   float sum[2];
-  Exponentiate(logits, stats, scale_log2, sum);
+  Exponentiate<false, kCount>(logits, false, stats, scale_log2, sum);
 #pragma unroll
   for (int row = 0; row < 2; ++row) stats.sum[row] = fmaf(stats.sum[row], rescale[row], sum[row]);
   return __any_sync(0xFFFFFFFF, moved);
 }
 
 // The same without a look at the maximum: keeps the references, which must be finite. Nearly all
-// blocks allow it, for bfloat16 probabilities and float sums bear references that are far too low.
-// Returns false, with `stats` unchanged and the logits lost, if a sum of the warp came out above
-// kMaxSum; the block must then be done again.
-constexpr float kMaxSum = 0x1p60f;
-
-template <int kCount>
-__device__ __forceinline__ bool SoftmaxAtReference(float (&logits)[kCount], RowStats& stats,
-                                                   float scale_log2) {
-  float sum[2];
-  Exponentiate(logits, stats, scale_log2, sum);
+// blocks allow it, for probabilities and float sums bear references that are far too low. Returns
+// false, with `stats` unchanged, if a sum of the warp came out above `most`: probabilities may then
+// be too large for their type.
+template <int kFirst, int kCount>
+__device__ __forceinline__ bool SoftmaxAtReference(float (&logits)[kCount], bool is_short,
+                                                   RowStats& stats, float (&sums)[2],
+                                                   float scale_log2, float most) {
+  Exponentiate<true, kFirst>(logits, is_short, stats, scale_log2, sums);
   // A NaN is not above: it is the result.
-  if (__any_sync(0xFFFFFFFF, sum[0] > kMaxSum || sum[1] > kMaxSum)) return false;
-  stats.sum[0] += sum[0];
-  stats.sum[1] += sum[1];
+  if (__any_sync(0xFFFFFFFF, sums[0] > most || sums[1] > most)) return false;
+  stats.sum[0] += sums[0];
+  stats.sum[1] += sums[1];
+  return true;
+}
+
+// Sums up to this can be brought down; above it, exponentials may have overflowed.
+constexpr float kMostSum = 0x1p100f;
+// A row's largest probability is no smaller than a thread's sum over its columns, which are fewer
+// than 2^6, by this many powers of two. It comes out at 1 or above, so that small ones are as
+// precise as with a reference at the maximum.
+constexpr int kColumnsLog2 = 6;
+
+__device__ __forceinline__ bool IsWithin(float sum) { return sum <= kMostSum || sum != sum; }
+
+// Raises the references of rows whose probabilities came out too large, by the powers of two by
+// which it brings them down, which is exact. Returns false if some sum of the warp is above
+// kMostSum: the block must then be done again. `rescale` is what outputs must be multiplied by.
+template <int kCount>
+__device__ __forceinline__ bool RaiseReferences(float (&probabilities)[kCount], RowStats& stats,
+                                                const float (&sums)[2], float (&rescale)[2]) {
+  if (!__all_sync(0xFFFFFFFF, IsWithin(sums[0]) && IsWithin(sums[1]))) return false;
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const float top = QuadMax(sums[row]);  // NaN only where all are
+    const int exponent = (__float_as_int(top) >> 23) - 127;
+    const int raise = max(top == top ? exponent - kColumnsLog2 : 0, 0);
+    rescale[row] = __int_as_float((127 - raise) << 23);
+    stats.reference[row] += static_cast<float>(raise);
+    stats.sum[row] = (stats.sum[row] + sums[row]) * rescale[row];
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) probabilities[i + 2 * row + j] *= rescale[row];
+    }
+  }
   return true;
 }
 

@@ -48,7 +48,9 @@ struct TileScheduler {
   }
 
   __device__ __forceinline__ void Request(const KernelParams& params) {
-    next = work + gridDim.x;
+    // Without a counter, in turn and back: of tiles in falling order all get about the same.
+    const int block = blockIdx.x, blocks = gridDim.x, round = work / blocks + 1;
+    next = round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
     if (params.counter != nullptr && threadIdx.x % 32 == 0)
       next = atomicAdd(params.counter, 1) + gridDim.x;
   }

@@ -139,6 +139,7 @@ struct Walker {
     BlockNote& note = shared.notes[SlotOf<kNotes>(blocks)];
     const int key_end = key + Traits::kBlockN;
     bool full = key >= run.full_begin && key_end <= run.full_end;
+    bool is_long = false;  // some cell at or after kShortKeys is visible
     int count = 0;
 #pragma unroll 1
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
@@ -148,13 +149,16 @@ struct Walker {
       const int position = count + __popc(touching & ((1u << lane) - 1));
       if (touches && position < kNoteSlices)
         note.slices[position] = SliceOf(run.ids_begin + 32 * chunk + lane);
+      is_long |= touches && mine.any_end > key + Traits::kShortKeys;
       full |= mine.all_begin <= key && key_end <= mine.all_end;
       count += __popc(touching);
     }
     full = __any_sync(0xFFFFFFFF, full);
     // A block with too many slices hands over the run's whole list.
     if (count > kNoteSlices) count = run.ids_begin - run.ids_end;
-    const int flags = (first ? kFirstBlock : 0) | (full ? 0 : kMaskedBlock);
+    const bool is_short = !full && !__any_sync(0xFFFFFFFF, is_long);
+    const int flags =
+        (first ? kFirstBlock : 0) | (full ? 0 : kMaskedBlock) | (is_short ? kShortBlock : 0);
     if (lane == 0) {
       note.header = {key, flags, count, run.ids_begin};
       note.tile = {tile.token, tile.head};
