@@ -6,6 +6,8 @@ BUILD is a folder in which the extension was built with its CUDA kernels (``buil
 small program linked with the object files there runs the problems of `device_problems.py`, one process for
 each, and its results are compared with the oracle. By JAX: fuzz cases in one process. Sanitizers are
 memcheck, racecheck, synccheck and initcheck; nothing is filtered but JAX's own kernels under the first three.
+racecheck wants a build with ``MAGI_JAX_CUDA_FLAGS=-DMAGI_JAX_EVERY_LANE_ARRIVES``: it follows an mbarrier
+only from the lanes that arrive, where otherwise one of a warp arrives for all.
 """
 
 import argparse

@@ -23,6 +23,9 @@ constexpr int kLeastItemBlocks = 32, kItemBlocks = 160;
 // Where a group's tiles walk more than kLongWalk queries, they do so kSegmentQueries at a time, as
 // what thread blocks read of longer walks would not fit in L2.
 constexpr int kSegmentQueries = 16384, kLongWalk = 2 * kSegmentQueries;
+// Sums of dK and dV that are cleared whether their tiles are split or not: less than a launch
+// takes.
+constexpr int64_t kFewWords = (int64_t{32} << 20) / sizeof(float4);
 constexpr size_t kCounterBytes = 128;  // of scratch, before the rest
 
 struct BackwardInstantiation {
@@ -159,23 +162,25 @@ cudaError_t ClearGradient(void* gradient, DType dtype, int rows, int heads, int 
 cudaError_t Prepare(const BackwardParams& backward, const BackwardKernelParams& params, int num_sms,
                     cudaStream_t stream) {
   const Problem& problem = backward.problem;
-  const Statistics stats = {backward.lse,
-                            backward.delta,
-                            const_cast<float*>(params.lse),
-                            const_cast<float*>(params.delta),
-                            const_cast<uint32_t*>(params.suspects),
-                            problem.dtype == DType::kBF16 ? problem.scale : 1.0f,
-                            problem.q_len,
-                            problem.num_heads,
-                            params.stat_rows};
-  const int64_t dq_words = backward.accumulate ? 0
-                                               : static_cast<int64_t>(problem.q_len) *
-                                                     problem.num_heads * problem.head_dim / 4;
-  PrepareBackward<<<num_sms + 1, kPlanThreads, 0, stream>>>(
-      params, stats, reinterpret_cast<float4*>(backward.dq), dq_words,
-      BlockQueries(problem.head_dim), num_sms);
-  cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess || problem.num_heads == problem.num_kv_heads) return error;
+  const int64_t key_rows = int64_t{problem.k_len} * problem.num_kv_heads;
+  const int64_t key_words = key_rows * problem.head_dim / 4,
+                value_words = key_rows * problem.v_head_dim / 4;
+  const bool has_sums = problem.num_heads > problem.num_kv_heads;
+  const bool clears_sums = has_sums && key_words + value_words <= kFewWords;
+  const int64_t query_words = int64_t{problem.q_len} * problem.num_heads * problem.head_dim / 4;
+  const Preparation preparation = {
+      {backward.lse, backward.delta, const_cast<float*>(params.lse),
+       const_cast<float*>(params.delta), const_cast<uint32_t*>(params.suspects),
+       problem.dtype == DType::kBF16 ? problem.scale : 1.0f, problem.q_len, problem.num_heads,
+       params.stat_rows},
+      {{reinterpret_cast<float4*>(backward.dq), backward.accumulate ? 0 : query_words},
+       {reinterpret_cast<float4*>(params.dk_sum), clears_sums ? key_words : 0},
+       {reinterpret_cast<float4*>(params.dv_sum), clears_sums ? value_words : 0}},
+      BlockQueries(problem.head_dim),
+      num_sms};
+  PrepareBackward<<<num_sms + 1, kPlanThreads, 0, stream>>>(params, preparation);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess || !has_sums || clears_sums) return error;
   const dim3 tiles(NumTiles(problem), kMergeBlocks);
   ClearSplitTiles<<<tiles, kMergeThreads, 0, stream>>>(params, TileKeys(problem.head_dim),
                                                        problem.head_dim, problem.v_head_dim);

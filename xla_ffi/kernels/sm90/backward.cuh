@@ -31,22 +31,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (threadIdx.x == 0) {
     BarrierInit(&shared.kv_full, 1);
-    BarrierInit(&shared.kv_empty, Traits::kConsumerThreads);
+    BarrierInit(&shared.kv_empty, Traits::kConsumerArrivals);
     for (int i = 0; i < Traits::kStages; ++i) {
-      BarrierInit(&shared.q_full[i], 32);
-      BarrierInit(&shared.q_empty[i], Traits::kConsumerThreads);
+      BarrierInit(&shared.q_full[i], Traits::kProducerArrivals);
+      BarrierInit(&shared.q_empty[i], Traits::kConsumerArrivals);
     }
     for (int i = 0; i < Traits::kDoutStages; ++i) {
       BarrierInit(&shared.dout_full[i], 1);
-      BarrierInit(&shared.dout_empty[i], Traits::kConsumerThreads / 32);
+      BarrierInit(&shared.dout_empty[i], Traits::kConsumerArrivals);
     }
     for (int i = 0; i < Traits::kConsumers; ++i) {
-      BarrierInit(&shared.dq_full[i], 4);
-      BarrierInit(&shared.dq_empty[i], Traits::kOrdered ? 32 : 1);
+      BarrierInit(&shared.dq_full[i], Traits::kGroupArrivals);
+      BarrierInit(&shared.dq_empty[i], Traits::kOrdered ? Traits::kProducerArrivals : 1);
     }
     if constexpr (Traits::kPaired) {
-      BarrierInit(&shared.pair.full, 128);
-      BarrierInit(&shared.pair.empty, 128);
+      BarrierInit(&shared.pair.full, Traits::kGroupArrivals);
+      BarrierInit(&shared.pair.empty, Traits::kGroupArrivals);
+      BarrierInit(&shared.pair.vote, Traits::kConsumerArrivals);
     }
     BarrierInitFence();
     PrefetchTensorMap(&q_map);

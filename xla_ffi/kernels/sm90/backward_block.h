@@ -40,8 +40,9 @@ struct BlockConsumer {
   StageRing<Traits::kStages> ring;           // of the block whose logits were started last
   StageRing<Traits::kDoutStages> dout_ring;  // of the block whose dP is made
   uint32_t kv_parity = 0;
-  int flags;    // of the block whose logits were started last
-  int spoiled;  // of kSpoiledKeys, kSpoiledValues: some of the tile are not finite
+  uint32_t vote_parity = 0;  // of a pair
+  int flags;                 // of the block whose logits were started last
+  int spoiled;               // of kSpoiledKeys, kSpoiledValues: some of the tile are not finite
 
   __device__ __forceinline__ BlockConsumer(const BackwardKernelParams& params,
                                            BackwardStorage<Traits>& shared)
@@ -189,7 +190,7 @@ struct BlockConsumer {
       StorePair(place + 8 * 128, dq[i + 2] * factor, dq[i + 3] * factor);
     }
     FenceAsyncProxy();
-    ReleaseByWarp(&shared.dq_full[warpgroup]);
+    Release(&shared.dq_full[warpgroup]);
   }
 
   // Where this thread's first pair of dQ goes.
@@ -211,14 +212,21 @@ struct BlockConsumer {
           reinterpret_cast<const float2*>(stats)[4 * (j + kHalf * kLogits / 8) + thread % 4];
   }
 
-  // What other threads read or write with ordinary instructions is given back by each lane for
-  // itself, as racecheck follows an mbarrier only from the lanes that arrive.
-  __device__ __forceinline__ void Release(uint64_t* barrier) { BarrierArrive(barrier); }
+  __device__ __forceinline__ void Release(uint64_t* barrier) {
+    if constexpr (!kEveryLaneArrives) __syncwarp();
+    if (kEveryLaneArrives || thread % 32 == 0) BarrierArrive(barrier);
+  }
 
-  // What only the tensor cores and the copy engine touch: one lane speaks for its warp.
-  __device__ __forceinline__ void ReleaseByWarp(uint64_t* barrier) {
-    __syncwarp();
-    if (thread % 32 == 0) BarrierArrive(barrier);
+  // Until all consumers are here. The warpgroups of a pair come from different places, where a
+  // named barrier would have to be the same instruction.
+  __device__ __forceinline__ void AwaitConsumers() {
+    if constexpr (Traits::kPaired) {
+      Release(&shared.pair.vote);
+      BarrierWait(&shared.pair.vote, vote_parity);
+      vote_parity ^= 1;
+    } else {
+      NamedBarrierSync(kVoteBarrier, Traits::kConsumerThreads);
+    }
   }
 
   // --- masks ---
@@ -272,7 +280,7 @@ struct BlockConsumer {
       bits |= __shfl_xor_sync(0xFFFFFFFF, bits, other);
     if (chunk == 0) shared.spoiled_keys[row] = bits;
     FenceAsyncProxy();
-    NamedBarrierSync(kVoteBarrier, Traits::kConsumerThreads);
+    AwaitConsumers();
     bits = 0;
 #pragma unroll
     for (int i = thread % 32; i < Traits::kBlockN; i += 32) bits |= shared.spoiled_keys[i];
@@ -288,7 +296,7 @@ struct BlockConsumer {
   // Both consumers come here with the same blocks, where each makes S and dP of its own keys.
   __device__ __forceinline__ void CleanQueries(float (&p)[kLogits], const float (&dp)[kLogits]) {
     static_assert(Traits::kConsumerThreads >= 2 * Traits::kChunks * kM);
-    NamedBarrierSync(kVoteBarrier, Traits::kConsumerThreads);  // S and dP are done
+    AwaitConsumers();  // S and dP are done
     const int row = (thread - 128) % kM, part = (thread - 128) / kM;
     uint8_t* const tile =
         part < Traits::kChunks ? shared.q[ring.slot] : shared.dout[dout_ring.slot];
@@ -300,7 +308,7 @@ struct BlockConsumer {
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) p[i] = dp[i] - dp[i] == 0.0f ? p[i] : NAN;
     FenceAsyncProxy();
-    NamedBarrierSync(kVoteBarrier, Traits::kConsumerThreads);
+    AwaitConsumers();
   }
 };
 
@@ -321,6 +329,7 @@ struct BlockConsumer {
   using Base::thread;               \
   using Base::thread_row;           \
   using Base::warpgroup;            \
+  using Base::AwaitConsumers;       \
   using Base::CleanKeys;            \
   using Base::FindVisible;          \
   using Base::Hide;                 \
@@ -330,7 +339,6 @@ struct BlockConsumer {
   using Base::PlaceOfQueryGradient; \
   using Base::PlaceQueryGradient;   \
   using Base::Release;              \
-  using Base::ReleaseByWarp;        \
   using Base::ScaleByCap;           \
   using Base::StoreLogitGradients;  \
   using Base::TimesDifference;      \

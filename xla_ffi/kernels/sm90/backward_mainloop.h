@@ -42,7 +42,7 @@ struct GradientConsumer : BlockConsumer<Traits> {
     }
     BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot ^ 1);
     if (thread % 128 == 0) shared.gradient_notes[warpgroup].row = -1;
-    ReleaseByWarp(&shared.dq_full[warpgroup]);
+    Release(&shared.dq_full[warpgroup]);
   }
 
  private:
@@ -166,11 +166,11 @@ struct GradientConsumer : BlockConsumer<Traits> {
     uint32_t p[kLogits / 2];
     if constexpr (!Traits::kTall) StartValues(s, p);
     float2 delta[kLogits / 8];
-    LoadStats<0>(delta, shared.delta[ring.slot]);
+    LoadStats<0>(delta, shared.delta[dout_ring.slot]);
     WgmmaWait<Traits::kTall ? 0 : 1, 5>();
     PinRegisters(dp);
     TimesDifference<0>(s, delta, dp);
-    LoadStats<1>(delta, shared.delta[ring.slot]);
+    LoadStats<1>(delta, shared.delta[dout_ring.slot]);
     TimesDifference<1>(s, delta, dp);
     if constexpr (Traits::kSoftCap) ScaleByCap(s, dp);
     // Else dS of a hidden cell is 0 because its probability is.
@@ -186,7 +186,7 @@ struct GradientConsumer : BlockConsumer<Traits> {
     WgmmaWait<0, 6>();
     PinRegisters(dv);
     PinRegisters(p);
-    ReleaseByWarp(&shared.dout_empty[dout_ring.slot]);
+    Release(&shared.dout_empty[dout_ring.slot]);
     dout_ring.Advance();
     if constexpr (!Traits::kTall) PackProbabilities<Element>(dp, ds);
   }

@@ -88,12 +88,12 @@ struct PairedConsumer : BlockConsumer<Traits> {
   __device__ __forceinline__ void Stop() {
     BarrierWait(&shared.dq_empty[warpgroup], 1);
     if (thread % 128 == 0) shared.gradient_notes[warpgroup].row = -1;
-    ReleaseByWarp(&shared.dq_full[warpgroup]);
+    Release(&shared.dq_full[warpgroup]);
   }
 
   // Both warpgroups, when S and dP of a block are done.
   __device__ __forceinline__ void CleanQueries() {
-    NamedBarrierSync(kVoteBarrier, kThreads);
+    AwaitConsumers();
     const int row = (thread - 128) % kM;
     for (int part = (thread - 128) / kM; part < Traits::kChunks; part += kThreads / kM)
       CleanRow<Element, true, 1>(shared.q[ring.slot] + part * kQChunkBytes + row * 128, row);
@@ -106,7 +106,7 @@ struct PairedConsumer : BlockConsumer<Traits> {
       shared.pair.spoiled_queries[row] = found;
     }
     FenceAsyncProxy();
-    NamedBarrierSync(kVoteBarrier, kThreads);
+    AwaitConsumers();
   }
 
   template <int kWidth>
@@ -303,7 +303,7 @@ struct ValueConsumer : PairedConsumer<Traits> {
   }
 
   __device__ __forceinline__ void ReleaseBlock() {
-    ReleaseByWarp(&shared.dout_empty[dout_ring.slot]);
+    Release(&shared.dout_empty[dout_ring.slot]);
     dout_ring.Advance();
   }
 };
@@ -422,14 +422,14 @@ struct KeyConsumer : PairedConsumer<Traits> {
     TimesProbabilities<0>(dp);
     TimesProbabilities<1>(dp);
     Release(&shared.pair.empty);
-    ReleaseByWarp(&shared.dout_empty[dout_ring.slot]);
+    Release(&shared.dout_empty[dout_ring.slot]);
     dout_ring.Advance();
   }
 
   // Half of dS.
   template <int kHalf>
   __device__ __forceinline__ void TimesProbabilities(float (&dp)[kLogits]) {
-    const float2* const delta = reinterpret_cast<const float2*>(shared.delta[ring.slot]);
+    const float2* const delta = reinterpret_cast<const float2*>(shared.delta[dout_ring.slot]);
     const float2* const lse = reinterpret_cast<const float2*>(shared.lse[ring.slot]);
     const bool hides = flags & kMaskedBlock;
 #pragma unroll

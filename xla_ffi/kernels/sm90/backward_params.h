@@ -41,6 +41,15 @@ constexpr bool CutsWalks(int head_dim, bool soft_cap) {
   return SharingOf(head_dim) == Sharing::kColumns && !soft_cap;
 }
 
+// Whether all lanes of a warp arrive at an mbarrier, or one for its warp after __syncwarp, which
+// orders the same. racecheck follows an mbarrier only from the lanes that arrive, so it is run on
+// kernels in which all do; they are up to 5 % slower.
+#ifdef MAGI_JAX_EVERY_LANE_ARRIVES
+constexpr bool kEveryLaneArrives = true;
+#else
+constexpr bool kEveryLaneArrives = false;
+#endif
+
 // One instantiation. A tile has kBlockN keys of one kv head; its gradients stay in registers while
 // the tile walks the queries of all heads of the group, kBlockM at a time.
 template <typename ElementT, int kHeadDimT, int kVHeadDimT, bool kSoftCapT, bool kOrderedT,
@@ -65,6 +74,10 @@ struct BackwardTraits {
   static constexpr int kBlockN = TileKeys(kHeadDim);
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerThreads = 128 * kConsumers;
+  // Arrivals by which the producer warp gives, a warpgroup gives, and all consumers give back.
+  static constexpr int kProducerArrivals = kEveryLaneArrives ? 32 : 1;
+  static constexpr int kGroupArrivals = kEveryLaneArrives ? 128 : 4;
+  static constexpr int kConsumerArrivals = kGroupArrivals * kConsumers;
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
 
@@ -131,6 +144,7 @@ struct PairExchange {
   GradientNote pending_notes[Traits::kConsumers][2];
   uint8_t spoiled_queries[Traits::kBlockM];  // rows of dout that held inf or NaN
   uint64_t full, empty;                      // of probabilities
+  uint64_t vote;
 };
 
 struct NoExchange {};
@@ -147,7 +161,7 @@ struct BackwardStorage {
       uint8_t dq[Traits::kConsumers][Traits::kGradientBytes];  // [box of 32 columns][kBlockM rows]
   alignas(128) float lse[Traits::kStages]
                         [Traits::kBlockM];  // times log2(e); +inf for rows without keys
-  alignas(128) float delta[Traits::kStages][Traits::kBlockM];
+  alignas(128) float delta[Traits::kDoutStages][Traits::kBlockM];
   alignas(16) std::conditional_t<Traits::kPaired, PairExchange<Traits>, NoExchange> pair;
   uint8_t spoiled_keys[Traits::kBlockN];  // of kSpoiledKeys, kSpoiledValues, see backward_poison.h
   QueryBlockNote notes[Traits::kStages];

@@ -187,21 +187,22 @@ struct QueryProducer {
       shared.notes[ring.slot].header.flags |= flags;
       const int64_t at = static_cast<int64_t>(found_head) * params.stat_rows + found_query;
       uint64_t* barrier = &shared.q_full[ring.slot];
-      BarrierArriveExpect(barrier, Traits::kQBytes + 2 * Traits::kStatBytes);
+      BarrierArriveExpect(barrier, Traits::kQBytes + Traits::kStatBytes);
       LoadRows<Traits::kBlockM, Traits::kChunks>(shared.q[ring.slot], q_map, barrier, found_head,
                                                  found_query, kEvictNormal);
       CopyBytes(shared.lse[ring.slot], params.lse + at, Traits::kStatBytes, barrier);
-      CopyBytes(shared.delta[ring.slot], params.delta + at, Traits::kStatBytes, barrier);
-    } else {
+    } else if (kEveryLaneArrives) {
       BarrierArrive(&shared.q_full[ring.slot]);
     }
     if (is_first) OpenTile();
     BarrierWait(&shared.dout_empty[dout_ring.slot], dout_ring.parity ^ 1);
     if (lane == 0) {
+      const int64_t at = static_cast<int64_t>(found_head) * params.stat_rows + found_query;
       uint64_t* barrier = &shared.dout_full[dout_ring.slot];
-      BarrierArriveExpect(barrier, Traits::kDoutBytes);
+      BarrierArriveExpect(barrier, Traits::kDoutBytes + Traits::kStatBytes);
       LoadRows<Traits::kBlockM, Traits::kVChunks>(shared.dout[dout_ring.slot], dout_map, barrier,
                                                   found_head, found_query, kEvictNormal);
+      CopyBytes(shared.delta[dout_ring.slot], params.delta + at, Traits::kStatBytes, barrier);
     }
     is_first = false;
     ring.Advance();
@@ -278,7 +279,7 @@ struct QueryProducer {
     if (lane == 0) {
       shared.notes[ring.slot].header = {0, 0, key_start, kv_head, flags, 0, 0};
     }
-    BarrierArrive(&shared.q_full[ring.slot]);
+    if (kEveryLaneArrives || lane == 0) BarrierArrive(&shared.q_full[ring.slot]);
     ring.Advance();
   }
 

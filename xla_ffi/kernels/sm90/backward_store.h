@@ -50,9 +50,9 @@ __device__ void AddQueryGradients(const BackwardKernelParams& params, const CUte
       }
       CommitBoxes();
       WaitBoxesRead();
-      if constexpr (!Traits::kOrdered) BarrierArrive(&shared.dq_empty[consumer]);
+      if (!Traits::kOrdered || !kEveryLaneArrives) BarrierArrive(&shared.dq_empty[consumer]);
     }
-    if constexpr (Traits::kOrdered) BarrierArrive(&shared.dq_empty[consumer]);
+    if (Traits::kOrdered && kEveryLaneArrives) BarrierArrive(&shared.dq_empty[consumer]);
     if constexpr (Traits::kOrdered) {
       // The second part of a block ends the turn.
       if (Traits::kPaired && note.next_row < 0) {
