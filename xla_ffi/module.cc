@@ -86,6 +86,7 @@ py::tuple ChooseCudaKernel(const std::string& path, bool backward, const std::st
   problem.head_dim = extents[4];
   problem.v_head_dim = extents[5];
   problem.tile_size = extents[6];
+  problem.scale = 1.0f;  // any positive one is served alike
   problem.logits_soft_cap = logits_soft_cap;
   problem.dtype = decode(dtype);
   const KernelChoice choice = backward ? ChooseBackward(path, problem, decode(out_dtype))

@@ -9,10 +9,12 @@ from magi_jax import masks
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("growth", [1.0, 8.0])
-def test_later_blocks_may_outgrow_earlier_ones(path, dtype, growth):
-    """At 8 they do so by more powers of two than a float has, so that references must move."""
-    case = Case(masks.causal(700), dtype=dtype, scale=2.0, num_heads=8, num_kv_heads=1)
+@pytest.mark.parametrize("growth", [0.5, 1.0, 8.0])
+@pytest.mark.parametrize("keys", [700, 2300])
+def test_later_blocks_may_outgrow_earlier_ones(path, dtype, growth, keys):
+    """At 8 they do so by more powers of two than a float has; at 0.5 by more than a float16 has."""
+    mask = masks.causal(300, keys, offset=keys - 300)
+    case = Case(mask, dtype=dtype, scale=2.0, num_heads=8, num_kv_heads=1)
     q, k, *rest = case.operands()
     ramp = jnp.linspace(0.01, growth, k.shape[0])[:, None, None]
     operands = (q, (k * ramp).astype(k.dtype), *rest)
