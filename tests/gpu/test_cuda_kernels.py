@@ -76,8 +76,8 @@ def test_random_masks_of_all_head_dims(path, head_dim, v_head_dim):
 def test_many_queries_of_few_keys(path):
     """The backward on Hopper cuts walks of this length; those of many slices stay whole."""
     rng = np.random.default_rng(0)
-    for mask in (masks.causal(40001, 130, offset=-35000), random_mask(rng, 40001, 130, 60)):
-        case = Case(mask, num_heads=2, num_kv_heads=1, head_dim=64, v_head_dim=64)
+    for mask in (masks.causal(40001, 130, offset=-5000), random_mask(rng, 40001, 130, 60)):
+        case = Case(mask, num_heads=2, num_kv_heads=1)
         check(run(path, case), expected(case), case.dtype)
 
 
