@@ -136,6 +136,9 @@ def sampled_owners(plan, pixels: int = PIXELS) -> np.ndarray:
     if plan.travel is not None:
         moved = _received_positions(plan.travel.comm, positions)
         parts.append((plan.travel.calc, moved, positions))
+    if plan.late is not None:
+        received = _received_positions(plan.late.comm, positions)
+        parts.append((plan.late.calc, positions, received))
     for table, queries, keys in parts:
         for rank in range(plan.cp_size):
             slices = np.asarray(table.slices[rank], np.int64)

@@ -242,6 +242,16 @@ def test_picture_shows_the_mask_and_its_owners():
         assert owners[row, seen].tolist() == owner_of_key
 
 
+def test_picture_shows_late_queries():
+    plan = make_plan(MASK, 4, dataclasses.replace(CONFIG, overlap="late", travelling="never"))
+    assert plan.late is not None
+    owner = np.empty(191, np.int64)
+    for rank, held in enumerate(plan.positions):
+        owner[held[held >= 0]] = rank
+    expected = np.where(MASK.dense(), owner[:, None], -1)
+    np.testing.assert_array_equal(sampled_owners(plan, pixels=191), expected)
+
+
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (64, 64), (130, 67), (5, 300)])
 def test_slice_table_of_one_device(q_len, k_len):
     mask = masks.causal(q_len, k_len, offset=k_len - q_len)

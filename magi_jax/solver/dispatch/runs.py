@@ -29,14 +29,14 @@ FOLDED = 0.1
 # Places where a function is looked at before it is halved.
 PROBES = 8
 # Where there are more documents than this, there are others to fill every gap.
-MOST_DOCUMENTS = 16_384
+MOST_DOCUMENTS, MOST_SLICES = 16_384, 131_072
 
 
 def runs(
     problem: DispatchProblem, orders: Sequence[tuple[str, str]] = ALL_ORDERS
 ) -> list[Assignment]:
     """One placement for each of ``orders``; none where the sequence is not made of several documents."""
-    if len(problem.travelling):
+    if len(problem.travelling) or len(problem.slices) > MOST_SLICES:
         return []
     seq_len = int(problem.edges[-1])
     edges = document_edges(problem.slices, seq_len)
