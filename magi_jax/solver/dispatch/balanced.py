@@ -71,6 +71,7 @@ class Effort(NamedTuple):
         finish: further rounds of the best that was found.
         overload_cost: how steeply imbalance beyond the limit raises the cost of a placement.
         hope: a search starts where its best starting point costs less than so many times what is known.
+        few_rows: runs whose rows are at most so many shares of a rank are taken without looking further.
         run_orders: orders of the piles of `runs.runs` that are tried.
     """
 
@@ -87,6 +88,7 @@ class Effort(NamedTuple):
     finish: tuple[Round, ...]
     overload_cost: float
     hope: float
+    few_rows: float
     run_orders: tuple[tuple[str, str], ...]
 
 
@@ -95,15 +97,15 @@ EFFORTS = MappingProxyType(
         "fast": Effort(
             passes=(0, 1, 4), node_first=False, probe=400, probe_temperature=0.0, searches=1,
             work=200_000, area_limit=AREA_LIMIT, node_weight=1.5, period=8,
-            rounds=(Round(1.02, 0.5, 0.1), Round(1.01, 0.5, 0.03)), finish=(), overload_cost=200.0, hope=1.25,
-            run_orders=ALL_ORDERS[-2:-1],
+            rounds=(Round(1.02, 0.5, 0.1), Round(1.01, 0.5, 0.03)), finish=(), overload_cost=200.0,
+            hope=1.25, few_rows=1.0, run_orders=ALL_ORDERS[-2:-1],
         ),
         "high": Effort(
             passes=tuple(range(len(GREEDY))), node_first=True, probe=30_000, probe_temperature=0.02,
             searches=3, work=300_000_000, area_limit=1.0048, node_weight=1.25, period=6,
             rounds=(Round(1.03, 0.45, 0.3), Round(1.0035, 0.55, 0.1)),
-            finish=(Round(1.0042, 0.5, 0.1), Round(1.0042, 0.5, 0.03)), overload_cost=2000.0, hope=2.0,
-            run_orders=ALL_ORDERS,
+            finish=(Round(1.0042, 0.5, 0.1), Round(1.0042, 0.5, 0.03)), overload_cost=2000.0,
+            hope=2.0, few_rows=0.0, run_orders=ALL_ORDERS,
         ),
     }
 )  # fmt: skip
@@ -124,6 +126,9 @@ def balanced(problem: DispatchProblem) -> Assignment:
     if problem.cp_size == 1 or not (len(problem.slices) or len(problem.travelling)):
         return contiguous(problem)
     found = _placed_runs(problem, per_node)
+    few = EFFORTS[problem.effort].few_rows * int(problem.edges[-1]) / problem.cp_size
+    if found and min(cost for cost, _ in found) <= few:
+        return min(found, key=lambda each: each[0])[1]
     for fineness in range(len(FINENESS)):
         units = make_units(problem, fineness, problem.engine)
         placement = make_placement(units, problem.cp_size, per_node)

@@ -78,8 +78,8 @@ class _RowAreas(NamedTuple):
     """Visible keys of every row, as a function that is linear between points.
 
     Attributes:
-        at: ``[P]`` rising rows; the first is 0.
-        keys: ``[P]`` keys of the row ``at``.
+        at: ``[P]`` rows, rising, some more than once; the first is 0.
+        keys: ``[P]`` keys of the row ``at``; the last entry of a row counts.
         slope: ``[P]`` more keys of each row after it.
         total: ``[P]`` keys of all rows before ``at``.
     """
@@ -105,15 +105,17 @@ class _RowAreas(NamedTuple):
         # What a slice still rises by where it ends.
         ends = np.where(high < q1, 0, 1) - np.where(low < q1, 1, 0)
         slope[-len(q0) :] = -ends
-        points, place = np.unique(np.concatenate([at, edges]), return_inverse=True)
-        step = np.zeros((2, len(points)), np.int64)
-        np.add.at(step[0], place[: len(at)], keys)
-        np.add.at(step[1], place[: len(at)], slope)
-        slope = np.cumsum(step[1])
-        gap = np.diff(points, append=points[-1:])
-        keys = np.cumsum(step[0] + np.append(0, (slope * gap)[:-1]))
+        none = np.zeros_like(edges)
+        at, keys, slope = (
+            np.append(column, more)
+            for column, more in zip((at, keys, slope), (edges, none, none), strict=True)
+        )
+        order = np.argsort(at, kind="stable")
+        at, slope = at[order], np.cumsum(slope[order])
+        gap = np.diff(at, append=at[-1:])
+        keys = np.cumsum(keys[order] + np.append(0, (slope * gap)[:-1]))
         area = keys * gap + slope * (gap * (gap - 1) // 2)
-        return cls(points, keys, slope, np.cumsum(area) - area)
+        return cls(at, keys, slope, np.cumsum(area) - area)
 
     def before(self, row: np.ndarray) -> np.ndarray:
         """Keys of all rows before each of ``row``."""
