@@ -23,9 +23,10 @@ constexpr int kLeastItemBlocks = 32, kItemBlocks = 160;
 // Where a group's tiles walk more than kLongWalk queries, they do so kSegmentQueries at a time, as
 // what thread blocks read of longer walks would not fit in L2.
 constexpr int kSegmentQueries = 16384, kLongWalk = 2 * kSegmentQueries;
-// Sums of dK and dV that are cleared whether their tiles are split or not: less than a launch
-// takes.
-constexpr int64_t kFewWords = (int64_t{32} << 20) / sizeof(float4);
+// What the launch that prepares clears: of dQ, what takes it no longer than a memset of its own;
+// sums of dK and dV, whether their tiles are split or not, where that takes less than a launch.
+constexpr int64_t kMostQueryWords = (int64_t{128} << 20) / sizeof(float4);
+constexpr int64_t kMostSumWords = (int64_t{32} << 20) / sizeof(float4);
 constexpr size_t kCounterBytes = 128;  // of scratch, before the rest
 
 struct BackwardInstantiation {
@@ -166,14 +167,20 @@ cudaError_t Prepare(const BackwardParams& backward, const BackwardKernelParams& 
   const int64_t key_words = key_rows * problem.head_dim / 4,
                 value_words = key_rows * problem.v_head_dim / 4;
   const bool has_sums = problem.num_heads > problem.num_kv_heads;
-  const bool clears_sums = has_sums && key_words + value_words <= kFewWords;
+  const bool clears_sums = has_sums && key_words + value_words <= kMostSumWords;
   const int64_t query_words = int64_t{problem.q_len} * problem.num_heads * problem.head_dim / 4;
+  const bool clears_queries = !backward.accumulate && query_words <= kMostQueryWords;
+  if (!backward.accumulate && !clears_queries) {
+    const cudaError_t cleared = ClearGradient(backward.dq, DType::kF32, problem.q_len,
+                                              problem.num_heads, problem.head_dim, stream);
+    if (cleared != cudaSuccess) return cleared;
+  }
   const Preparation preparation = {
       {backward.lse, backward.delta, const_cast<float*>(params.lse),
        const_cast<float*>(params.delta), const_cast<uint32_t*>(params.suspects),
        problem.dtype == DType::kBF16 ? problem.scale : 1.0f, problem.q_len, problem.num_heads,
        params.stat_rows},
-      {{reinterpret_cast<float4*>(backward.dq), backward.accumulate ? 0 : query_words},
+      {{reinterpret_cast<float4*>(backward.dq), clears_queries ? query_words : 0},
        {reinterpret_cast<float4*>(params.dk_sum), clears_sums ? key_words : 0},
        {reinterpret_cast<float4*>(params.dv_sum), clears_sums ? value_words : 0}},
       BlockQueries(problem.head_dim),

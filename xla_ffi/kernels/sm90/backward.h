@@ -23,7 +23,7 @@ size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype, bool fixed_
 // What runs for this problem. Writes at most `size` bytes.
 void DescribeBackward(const Problem& problem, char* text, size_t size);
 
-// Enqueues up to four kernels on `stream` of the current device; no host
+// Enqueues at most one memset node and four kernels on `stream` of the current device; no host
 // synchronisation, no allocation. The problem must not be refused. Returns the launch error, if
 // any.
 //
