@@ -41,15 +41,6 @@ constexpr bool CutsWalks(int head_dim, bool soft_cap) {
   return SharingOf(head_dim) == Sharing::kColumns && !soft_cap;
 }
 
-// Whether all lanes of a warp arrive at an mbarrier, or one for its warp after __syncwarp, which
-// orders the same. racecheck follows an mbarrier only from the lanes that arrive, so it is run on
-// kernels in which all do; they are up to 5 % slower.
-#ifdef MAGI_JAX_EVERY_LANE_ARRIVES
-constexpr bool kEveryLaneArrives = true;
-#else
-constexpr bool kEveryLaneArrives = false;
-#endif
-
 // One instantiation. A tile has kBlockN keys of one kv head; its gradients stay in registers while
 // the tile walks the queries of all heads of the group, kBlockM at a time.
 template <typename ElementT, int kHeadDimT, int kVHeadDimT, bool kSoftCapT, bool kOrderedT,

@@ -29,17 +29,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kNotes; ++i) {
       BarrierInit(&shared.note_full[i], 32);
-      BarrierInit(&shared.note_empty[i], 1);
+      BarrierInit(&shared.note_empty[i], kArrivals);
     }
     for (int i = 0; i < Traits::kQStages; ++i) {
       BarrierInit(&shared.q_full[i], 1);
-      BarrierInit(&shared.q_empty[i], Traits::kConsumerWarps);
+      BarrierInit(&shared.q_empty[i], Traits::kConsumerWarps * kArrivals);
     }
     for (int i = 0; i < Traits::kStages; ++i) {
       BarrierInit(&shared.k_full[i], 1);
-      BarrierInit(&shared.k_empty[i], Traits::kConsumerWarps);
+      BarrierInit(&shared.k_empty[i], Traits::kConsumerWarps * kArrivals);
       BarrierInit(&shared.v_full[i], 1);
-      BarrierInit(&shared.v_empty[i], Traits::kConsumerWarps);
+      BarrierInit(&shared.v_empty[i], Traits::kConsumerWarps * kArrivals);
     }
     BarrierInitFence();
     PrefetchTensorMap(&q_map);

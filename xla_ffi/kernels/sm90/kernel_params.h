@@ -16,6 +16,17 @@
 
 namespace magi_jax::sm90 {
 
+// Whether all lanes of a warp arrive at an mbarrier, or one for its warp after __syncwarp, which
+// orders the same. racecheck follows an mbarrier only from the lanes that arrive, so it is run on
+// kernels in which all do; they are up to 5 % slower.
+#ifdef MAGI_JAX_EVERY_LANE_ARRIVES
+constexpr bool kEveryLaneArrives = true;
+#else
+constexpr bool kEveryLaneArrives = false;
+#endif
+
+constexpr int kArrivals = kEveryLaneArrives ? 32 : 1;  // of a warp
+
 // What the two consumers take turns in: issuing products, or softmax, where exponentials take
 // longer than products. Without turns both would come to want the same unit at the same time.
 enum class Turns { kProducts, kSoftmax };
@@ -76,7 +87,9 @@ enum BlockFlags : int32_t {
   kMaskedBlock = 4,  // some cell is hidden
   kShortBlock = 16,  // and no cell is visible from kShortKeys on
   kEndOfWork = 8,    // no block; the consumer is done
-  kClosesTile = 32,  // set by consumers: first of a tile, and not of all tiles
+  // Set by consumers:
+  kClosesTile = 32,       // first of a tile, and not of all tiles
+  kKeepsReferences = 64,  // the next block may keep the references of rows
 };
 
 constexpr int kMaxInlineSlices = 16;  // of a note of the backward

@@ -61,7 +61,7 @@ struct Loader {
   __device__ __forceinline__ void WaitForKeySlot() {
     BarrierWait(&shared.k_empty[SlotOf<Traits::kStages>(blocks)],
                 ParityOf<Traits::kStages>(blocks) ^ 1);
-    if (blocks >= Traits::kStages && lane == 0)
+    if (blocks >= Traits::kStages && (kEveryLaneArrives || lane == 0))
       BarrierArrive(&shared.note_empty[SlotOf<kNotes>(blocks - Traits::kStages)]);
   }
 

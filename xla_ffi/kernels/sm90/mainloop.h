@@ -60,7 +60,7 @@ struct Consumer {
     int flags = shared.notes[0].header.flags;
     if (flags & kEndOfWork) return;
 
-    FirstStep(flags);
+    flags |= FirstStep(flags);
     if (warpgroup == 1) NamedBarrierArrive(kTurnBarrier, 256);
 
     while (true) {
@@ -68,8 +68,8 @@ struct Consumer {
       const int next_flags = shared.notes[SlotOf<kNotes>(blocks)].header.flags;
       if (Traits::kLazy) key_start = shared.notes[SlotOf<kNotes>(blocks)].header.key_start;
       if (next_flags & kEndOfWork) break;
-      Step(flags, next_flags);
-      flags = next_flags | (next_flags & kFirstBlock ? kClosesTile : 0);
+      const int kept = Step(flags, next_flags);
+      flags = next_flags | kept | (next_flags & kFirstBlock ? kClosesTile : 0);
     }
     if (flags & kClosesTile) StoreTile();
 
@@ -85,8 +85,8 @@ struct Consumer {
   }
 
  private:
-  // QK and softmax of the first block of all, which has no PV beside it.
-  __device__ __forceinline__ void FirstStep(int flags) {
+  // QK and softmax of the first block of all, which has no PV beside it. Returns KeptReferences().
+  __device__ __forceinline__ int FirstStep(int flags) {
     WaitForQueries();
     StartTile();
     float s[kLogits], rescale[2];
@@ -101,10 +101,12 @@ struct Consumer {
     ReleaseKeys();
     if (flags & kLastBlock) ReleaseQueries();
     PackProbabilities<Element>(s, p);
+    return KeptReferences();
   }
 
-  // PV of one block beside QK and softmax of the next.
-  __device__ __forceinline__ void Step(int flags, int next_flags) {
+  // PV of one block beside QK and softmax of the next. Returns kKeepsReferences if those of the
+  // next block's rows may be kept in the block after it.
+  __device__ __forceinline__ int Step(int flags, int next_flags) {
     if (next_flags & kFirstBlock) WaitForQueries();
     float s[kLogits];
     if (Traits::kTurns == Turns::kProducts) TakeTurn();
@@ -135,7 +137,8 @@ struct Consumer {
     Forget(next_flags);
     float rescale[2];
     bool moved = false, done = false;
-    if (Traits::kLazy && !(next_flags & kFirstBlock) && KeepsReferences()) {
+    int kept = flags & kKeepsReferences;
+    if (Traits::kLazy && kept && !(next_flags & kFirstBlock)) {
       PrepareLogits(next_flags, rows, s);
       float sums[2];
       done = SoftmaxAtReference<kFirstLogits>(s, next_flags & kShortBlock, stats, sums, scale_log2,
@@ -145,7 +148,10 @@ struct Consumer {
         if (!done) RecomputeLogits(s);
       }
     }
-    if (__builtin_expect(!done, !Traits::kLazy)) moved = SoftmaxBlock(next_flags, rows, s, rescale);
+    if (__builtin_expect(!done, !Traits::kLazy)) {
+      moved = SoftmaxBlock(next_flags, rows, s, rescale);
+      kept = KeptReferences();
+    }
     PinRegisters(s);
     if (Traits::kTurns == Turns::kSoftmax) PassTurn();
     Forget(next_flags);
@@ -155,6 +161,7 @@ struct Consumer {
     if (moved && !(next_flags & kFirstBlock)) Rescale(o, rescale);
     if (__builtin_expect(next_flags & kFirstBlock, 0)) CloseOutputs();
     PackProbabilities<Element>(s, p);
+    return kept;
   }
 
   // The assembler hoists a wait over arithmetic that it does not depend on, here all of the
@@ -252,9 +259,10 @@ struct Consumer {
     WgmmaCommit();
   }
 
-  // Whether all rows of this warp have seen a key, and no exact maximum is asked for.
-  __device__ __forceinline__ bool KeepsReferences() const {
-    return params.row_max == nullptr && stats.AllSeen();
+  // kKeepsReferences if all rows of this warp have seen a key and no exact maximum is asked for.
+  // Kept among the flags, for a variable of its own would be spilled.
+  __device__ __forceinline__ int KeptReferences() const {
+    return Traits::kLazy && params.row_max == nullptr && stats.AllSeen() ? kKeepsReferences : 0;
   }
 
   // Logits to probabilities.
@@ -338,8 +346,8 @@ struct Consumer {
   // One lane of each warp speaks for it: the warp's own products are done, and all lanes have read
   // what stands beside the operands.
   __device__ __forceinline__ void Release(uint64_t* barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) BarrierArrive(barrier);
+    if constexpr (!kEveryLaneArrives) __syncwarp();
+    if (kEveryLaneArrives || threadIdx.x % 32 == 0) BarrierArrive(barrier);
   }
 
   __device__ __forceinline__ void FinishPV() {
