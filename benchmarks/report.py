@@ -123,9 +123,10 @@ def sections() -> list[tuple[str, str, str, Callable[[dict], list[str]]]]:
             write.sanitizers,
         ),
         (
-            "Device kernels under racecheck",
+            "Device kernels of which every lane arrives at barriers, under racecheck",
             "device_racecheck.json",
-            "python tests/sanitize/device_sanitizers.py --build BUILD --tools racecheck",
+            "python tests/sanitize/device_sanitizers.py --build BUILD --tools racecheck synccheck"
+            " (built with MAGI_JAX_CUDA_FLAGS=-DMAGI_JAX_EVERY_LANE_ARRIVES)",
             write.sanitizers,
         ),
     ]

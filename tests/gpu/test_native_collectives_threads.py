@@ -56,3 +56,42 @@ def test_steps_of_two_threads_are_not_mixed(rng):
     assert wrong == 0, errors
     for error in errors:
         assert "runs other steps at the same time" in error, error
+
+
+def test_steps_go_on_while_another_thread_compiles_and_allocates(rng):
+    """What makes the driver wait for a device must not wait for a kernel that waits for its peer."""
+    mesh = mesh_of(2)
+    comm = padded(random_comm(rng, 2))
+    rows = NamedSharding(mesh, P("cp"))
+    stop, compiled = threading.Event(), []
+
+    def compile_and_allocate():
+        held = []
+        for size in range(1, 1000):
+            if stop.is_set():
+                return
+            # New programs, whose kernels are loaded, and new buffers, on every device.
+            for device in jax.devices()[:2]:
+                x = jax.device_put(np.ones((size, 1024), np.float32), device)
+                held.append(jax.jit(lambda x, n=size: (x * n).sum(axis=0))(x))
+                held.append(jax.device_put(np.zeros(1 << 22, np.float32), device))
+            compiled.append(jax.block_until_ready(held[-2]))
+
+    with symmetric_memory(mesh, "cp", timeout_s=5.0) as memory:
+        step = sharded(lambda c, x: group_cast(x, c, "cp", transport=memory.transport), mesh)
+        there = jax.device_put(comm, rows)
+        like = np.ones((2, SRC_ROWS, WIDTH), np.float32)
+        x = jax.device_put(like, rows)
+        expected = numpy_cast(like, comm)
+        jax.block_until_ready(step(there, x))
+        other = threading.Thread(target=compile_and_allocate)
+        other.start()
+        try:
+            while len(compiled) < 40 and other.is_alive():
+                for result in [step(there, x) for _ in range(20)]:
+                    np.testing.assert_array_equal(result, expected)
+                memory.check()
+        finally:
+            stop.set()
+            other.join()
+    assert len(compiled) >= 40
