@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from jax._src import custom_derivatives, ffi
 
 from magi_jax.explain import parse_mask
 
@@ -86,7 +87,7 @@ def test_navigation_has_every_page_once():
 
 
 def _messages():
-    """All text constants of the package, f-strings with ``...`` for their values."""
+    """All text constants of the package and of JAX's calls, f-strings with ``...`` for their values."""
 
     class Texts(ast.NodeVisitor):
         def __init__(self):
@@ -100,7 +101,8 @@ def _messages():
             self.found.append(str(node.value))
 
     texts = Texts()
-    for path in (ROOT / "magi_jax").rglob("*.py"):
+    jax_sources = [Path(ffi.__file__), Path(custom_derivatives.__file__)]
+    for path in [*(ROOT / "magi_jax").rglob("*.py"), *jax_sources]:
         texts.visit(ast.parse(path.read_text()))
     return texts.found
 
