@@ -1,6 +1,7 @@
 """Times pieces of work on one GPU."""
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from scaling.work import ADDING, HEAD_DIM, PARTIAL, Piece
 BLOCK = 192  # pieces between two looks at the pace of the card
 SLOW = 0.8  # of the fastest pace that was seen; what was timed below is timed again, or not used
 WARM_US = 250e3  # of calls before the first timed one of a block, which follows a pause
-LEAD_US, TIMED_US = 3e3, 4e3  # of calls of a piece, first untimed and then timed
+LEAD_US, TIMED_US = 2e3, 2.5e3  # of calls of a piece, first untimed and then timed
 GIVEN_AWAY = ("merged", "late")  # results of the dtype of what they are added to
 LONG_US = 60e3  # a call that takes longer needs none before it
 
@@ -234,7 +235,8 @@ def _roomy(size: int) -> int:
 def mean_us(call: Callable) -> float:
     """Microseconds of a call among back-to-back ones, right after others that are not timed.
 
-    What the host takes to begin and to see the end is in one call as in many, and taken out.
+    What the host takes to begin and to see the end is in one call as in many, and taken out; medians, since
+    other work may hold the host up.
     """
 
     def run(count: int) -> float:
@@ -248,18 +250,19 @@ def mean_us(call: Callable) -> float:
     if once > LONG_US:
         return once
     run(max(int(LEAD_US / once), 1))
-    for _ in range(3):
-        once = run(1)
-        count = max(int(TIMED_US / once), 1)
-        many = run(count + 1)
-        difference = (many - once) / count
-        if difference > 0.7 * many / (count + 1):  # else the host was held up during the one call
-            return difference
-    return many / (count + 1)
+    once = run(1)
+    if once > TIMED_US:
+        return min(run(2), run(2)) / 2
+    count = max(int(TIMED_US / once), 1)
+    pairs = [(run(1), run(count + 1)) for _ in range(3)]
+    one, many = (statistics.median(total) for total in zip(*pairs, strict=True))
+    return (many - one) / count
 
 
 def call_seconds(us: float) -> float:
     """What it takes to time a call of so many microseconds."""
     if us > LONG_US:
         return 2 * us / 1e6
-    return (5 * us + LEAD_US + TIMED_US) / 1e6
+    if us > TIMED_US:
+        return 7 * us / 1e6
+    return (6 * us + LEAD_US + 3 * TIMED_US) / 1e6

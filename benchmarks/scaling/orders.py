@@ -26,7 +26,7 @@ class Posed(NamedTuple):
 
 
 CLOSE, WORTH_A_LOOK = 0.9, 0.7  # of the best other strategy's rate
-NEAR = 0.9  # of the kernel time of the slowest rank: who is above by the fit may be the slowest
+NEAR = 0.97  # of the kernel time of the slowest rank: who is above by the fit may be the slowest
 MOST_US = 6e5  # of calls of one strategy on one problem, past the first ranks
 FIRST_RANKS = 4
 
