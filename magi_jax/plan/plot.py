@@ -93,6 +93,7 @@ def _draw_area(axes, report: PlanReport, colors) -> None:
         "local keys below, remote ones paler, travelled grey",
         xlabel="rank",
         ylabel="(query, key) pairs",
+        ylim=(0, 1.05 * max(bottom.max(), 1)),
         xticks=_ticks(report.cp_size),
     )
 
