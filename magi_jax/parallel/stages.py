@@ -67,11 +67,12 @@ class Stages:
         of_visitors: list[jax.Array] = []  # their largest logits
         visitors = travel.send((q,)) if travel else ()
         table = behind(remote.behind_start(plan.calc[0]), of_late_keys)
-        # Results are float32 until the last call but late queries, which merge with none of theirs.
-        last = len(plan.comm)
-        ends = travel is None and sinks is None
-        dtypes = [jnp.float32] * last + [q.dtype if ends else jnp.float32]
-        out, lse, *row_max = attend(q, k, v, table, out_dtype=dtypes[0], **options)
+        # Nothing is merged into what is the only result; late queries merge with none of theirs. Of several
+        # calls none ends in the dtype of q: it would convert tiles in which it sees no key one by one, which
+        # takes 1.6 us for 16 tokens of 64 heads, where one pass over the whole takes 0.2 us.
+        is_final = not plan.comm and travel is None and sinks is None
+        out_dtype = q.dtype if is_final else jnp.float32
+        out, lse, *row_max = attend(q, k, v, table, out_dtype=out_dtype, **options)
         if travel:
             visitors, (out, lse) = barrier(visitors, (out, lse))
             attend_visitors = functools.partial(attend, **options)
@@ -81,8 +82,7 @@ class Stages:
             keys_values, merged = remote.take(stage, (out, lse))
             table = remote.behind_start(table)
             kept.append(keys_values)
-            added = options | {"accumulate": merged, "out_dtype": dtypes[stage + 1]}
-            out, lse, *more = attend(q, *keys_values, table, **added)
+            out, lse, *more = attend(q, *keys_values, table, accumulate=merged, **options)
             row_max = list(map(jnp.maximum, row_max, more))
         if late:
             keys_values, merged = late.take(of_late_keys, (out, lse))
