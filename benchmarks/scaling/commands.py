@@ -30,6 +30,9 @@ from scaling.work import (
     strategy_names,
 )
 
+FAR = np.log(1.25)  # of a time from the fit to the others
+PEAK_TFLOPS = 989.0  # of an H100 or H200 in bfloat16
+
 
 def all_work(args) -> Posed:
     """Works of all problems and strategies; from a file where one is named and there."""
@@ -71,7 +74,7 @@ def prepare(args) -> dict[str, Order]:
     works, pieces, _ = all_work(args)
     # By an earlier run where it timed any of these: kernels may have changed, their order hardly.
     _, timed = read_times([path for path in args.kernels if path.exists()])
-    fitted = fit_to(timed, pieces) if set(timed) & set(pieces) else first_fit()
+    fitted = fit_to(timed, pieces)[0] if set(timed) & set(pieces) else first_fit()
     steps = {}
     for (cp, mask, name), work in works.items():
         times, _ = kernel_times(work, pieces, {}, fitted)
@@ -110,7 +113,7 @@ def simulate(args) -> None:
     """Rates of all strategies from the kernel times, as JSON and as pictures."""
     sources, timed = read_times(args.kernels)
     works, pieces, areas = all_work(args)
-    fitted = fit_to(timed, pieces)
+    fitted, left_out = fit_to(timed, pieces)
     machine = Machine()
     rows = []
     for (cp, mask, name), work in works.items():
@@ -132,6 +135,7 @@ def simulate(args) -> None:
         "machine": machine._asdict(),
         "kernels": [{k: v for k, v in source.items() if k != "pieces"} for source in sources],
         "timed_pieces": len(set(timed) & set(pieces)),
+        "left_out": left_out,
         "pieces": len(pieces),
         "fit_error": {w: [round(x, 3) for x in e] for w, e in fitted.errors.items()},
         "rows": rows,
@@ -145,7 +149,10 @@ def simulate(args) -> None:
 
 
 def read_times(paths: list[pathlib.Path]) -> tuple[list[dict], dict[str, dict]]:
-    """Result files of `time_on_gpu`, and the times by piece of all that ran on a card at its pace."""
+    """Result files of `time_on_gpu`, and the times by piece of all that ran on a card at its pace.
+
+    Of several times of a piece that of the last file counts.
+    """
     timed: dict[str, dict] = {}
     sources = [json.loads(path.read_text()) for path in paths]
     for source in sources:
@@ -153,19 +160,42 @@ def read_times(paths: list[pathlib.Path]) -> tuple[list[dict], dict[str, dict]]:
         kept = {k: p for k, p in source["pieces"].items() if p["matmul"] >= SLOW * fastest}
         left_out = len(source["pieces"]) - len(kept)
         print(f"{left_out} pieces were timed on a slow card and are left out")
-        timed.update(kept)
+        for key, piece in kept.items():
+            flops = piece["area"] * piece["heads"] * HEAD_DIM / 1e6
+            possible = {
+                which: piece[which]
+                for which, per_pair in FLOPS_PER_PAIR.items()
+                if which in piece and per_pair * flops / piece[which] < PEAK_TFLOPS
+            }
+            timed[key] = {**timed.get(key, {}), **possible}
     return sources, timed
 
 
-def fit_to(timed: dict[str, dict], pieces: dict[str, Piece]) -> Fit:
-    """The fit to those of the timed pieces that are among ``pieces``."""
+def fit_to(timed: dict[str, dict], pieces: dict[str, Piece]) -> tuple[Fit, int]:
+    """The fit to those of the timed pieces that are among ``pieces``, and how many times were left out.
+
+    What is off by more than a quarter was timed while the host was held up: it is taken out of ``timed``.
+    """
     known = {key: features(pieces[key]) for key in timed if key in pieces}
-    return fit(
-        {
-            which: [(known[key], timed[key][which]) for key in known if which in timed[key]]
+    left_out = 0
+    for _ in range(3):
+        fitted = fit(
+            {
+                which: [(known[key], timed[key][which]) for key in known if which in timed[key]]
+                for which in FLOPS_PER_PAIR
+            }
+        )
+        far = [
+            (key, which)
+            for key in known
             for which in FLOPS_PER_PAIR
-        }
-    )
+            if which in timed[key]
+            and abs(np.log(fitted.microseconds(known[key], which) / timed[key][which])) > FAR
+        ]
+        for key, which in far:
+            del timed[key][which]
+        left_out += len(far)
+    return fitted, left_out
 
 
 def kernel_times(

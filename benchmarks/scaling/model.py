@@ -97,7 +97,9 @@ def _without_casts(moves: Moves) -> Moves:
 def our_us(work: Work, times: Times, moves: dict[str, Moves], machine: Machine) -> dict[str, float]:
     """Ours: casts one stage ahead, reduces behind; what XLA adds up or copies beside the kernels."""
     ends = {"forward": _forward_us(work, times, moves["forward"], machine)}
-    if times.travel_forward is not None:  # else the last kernel ends in bfloat16
+    # The float32 result to bfloat16, where it had several parts.
+    several = len(moves["forward"].cast) > 0 and not work.late_rows
+    if several or times.travel_forward is not None:
         ends["forward"] += cast_us(work.rows, machine)
     ends["backward"] = backward_us(work, times, moves["backward"], machine)
     return ends

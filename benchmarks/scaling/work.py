@@ -25,7 +25,7 @@ FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # times heads and head dim
 OURS = "magi_jax"
 ALIKE = "magi_jax_alike"  # planned ahead; keys kept and gradients sent as those of the others are
 MOST_SLICES = 200_000  # of all steps of a strategy, past which it is left out
-PARTIAL, ADDING = ("first", "merged"), ("merged", "last", "late")  # results of pieces
+PARTIAL, ADDING = ("first", "merged"), ("merged", "late")  # results of pieces
 FEW = 16  # slices of a mask that it is worth bringing into one form
 DOCUMENTS = pathlib.Path(__file__).resolve().parents[1] / "kernel_documents.json"
 
@@ -38,8 +38,8 @@ class Piece(NamedTuple):
         q_len, k_len: rows of the queries and of the keys.
         heads, kv_heads: of the call.
         result: "final", `out`, dK and dV in bfloat16; "first" of several calls, in float32; "merged", the
-            same added by the kernel itself to those of earlier calls, in the backward pass dQ alone; "last",
-            added to float32 and ending in bfloat16, of the forward pass alone; "late", added in bfloat16.
+            same added by the kernel itself to those of earlier calls, in the backward pass dQ alone; "late",
+            added likewise, in bfloat16.
     """
 
     slices: np.ndarray
@@ -187,10 +187,9 @@ def _our_plan(problem: Problem, num_ranks: int, alike: bool) -> AttentionPlan:
 def _forward_kinds(stages: StageTables, travels: bool) -> list[str]:
     """Results of the calls of the forward pass, late queries last; see `Piece`."""
     remote = len(stages.calc) - 1
-    kinds = ["first", *["merged"] * remote]
-    if not travels:
-        kinds[-1] = "last" if remote else "final"
-    return kinds if stages.late is None else [*kinds, "merged" if travels else "late"]
+    own = "first" if remote or travels else "final"
+    late = [] if stages.late is None else ["late" if own == "final" else "merged"]
+    return [own, *["merged"] * remote, *late]
 
 
 def _backward_kinds(stages: StageTables, travels: bool) -> list[str]:

@@ -94,7 +94,7 @@ def test_a_fit_gives_back_what_follows_its_features(problem, rng):
         fit.fit({"forward": points, "backward": []})
 
 
-@pytest.mark.parametrize("result", ["final", "first", "merged", "last", "late"])
+@pytest.mark.parametrize("result", ["final", "first", "merged", "late"])
 def test_calls_of_every_kind_are_timed(result, monkeypatch):
     for name in ("LEAD_US", "TIMED_US"):
         monkeypatch.setattr(measure, name, 1.0)
