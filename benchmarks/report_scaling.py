@@ -43,7 +43,7 @@ def scaling(stored: dict) -> list[str]:
         "![backward](pictures/scaling_backward.png)",
     ]
     behind = []
-    ranks = distinct(stored["rows"], "cp")
+    ranks = sorted(distinct(stored["rows"], "cp"))
     for which in ("forward", "backward"):
         body = []
         for mask in distinct(stored["rows"], "mask"):
@@ -77,7 +77,7 @@ def compared(rows: list[dict], mask: str, cp: int, which: str) -> tuple[list[dic
 def timed_shares(rows: list[dict]) -> list[str]:
     """Of how many figures of the tables all calls were timed."""
     shares: list[float] = []
-    for cp in distinct(rows, "cp"):
+    for cp in sorted(distinct(rows, "cp")):
         for mask in distinct(rows, "mask"):
             for which in ("forward", "backward"):
                 ours, best = compared(rows, mask, cp, which)

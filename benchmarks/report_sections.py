@@ -57,6 +57,7 @@ def kernel_peers(stored: dict) -> list[str]:
     )
     return [
         "As above, TFLOP/s at head dim 128, of every peer that takes a mask.",
+        *(["", stored["note"]] if "note" in stored else []),
         "",
         *table(["mask", "tokens", "pass", *names], body),
         "",
