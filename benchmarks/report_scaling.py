@@ -38,6 +38,7 @@ def scaling(stored: dict) -> list[str]:
         " which the rest of a model would pay, and its gathers hide behind the level before.",
         "",
         *timed_shares(stored["rows"]),
+        *(["", stored["note"]] if "note" in stored else []),
         "",
         "![forward](pictures/scaling_forward.png)",
         "![backward](pictures/scaling_backward.png)",

@@ -10,11 +10,12 @@ def backward_us(work: Work, times: Times, moves: Moves, machine: Machine) -> flo
     """Microseconds of the slowest rank.
 
     Remote stages come first, late queries as one of them, own keys last: they hide the last reduce.
-    ``delta`` is made and dQ is cleared beside the first cast. Kernels add their dQ to those before.
+    ``delta`` is made beside the first cast, and dQ cleared where that is of a stage. Kernels add to it.
     """
     remote = len(moves.cast) > 0
     delta_us = np.full(moves.cast.shape[1], 4 * elements(work.rows) / machine.memory)
-    delta_us += 4 * elements(work.rows) / machine.memory * remote
+    if remote and not work.backward_late_rows:
+        delta_us += 4 * elements(work.rows) / machine.memory
     travels = times.travel_backward is not None
     link = moves.travel_out if travels else np.zeros_like(delta_us)
     stages = _in_one_step if moves.within is None else _in_two_steps

@@ -195,7 +195,9 @@ def _forward_kinds(stages: StageTables, travels: bool) -> list[str]:
 def _backward_kinds(stages: StageTables, travels: bool) -> list[str]:
     """The same of the backward pass, in which own keys are the last to be computed."""
     remote, late = len(stages.calc) - 1, stages.late
-    others = ["merged"] * (remote + (late is not None))  # all add to a dQ that was cleared before
+    others = ["merged"] * remote  # all add to a dQ that was cleared before
+    if late is not None:
+        others.append("merged" if remote else "first")
     whole = not remote and not travels and (late is None or late.shared is not None)
     own = ("late" if whole else "merged") if others else ("final" if whole else "first")
     return [own, *others]
