@@ -12,6 +12,7 @@ from magi_jax.masks import bands
 from magi_jax.solver import dispatch
 from magi_jax.solver.dispatch import DispatchProblem
 from magi_jax.solver.dispatch.balanced import balanced, placement_maker
+from magi_jax.solver.dispatch.runs import ALL_ORDERS, runs
 from magi_jax.solver.dispatch.starts import GREEDY, Site, node_first_starts
 from magi_jax.solver.dispatch.units import make_units
 from magi_jax.solver.work import remote
@@ -186,6 +187,15 @@ def test_windows_stay_contiguous():
     received, sent, _, _ = measure(balanced(problem), problem, 8)
     assert received.max() == sent.max() == 127
     assert received.sum() == 7 * 127
+
+
+def test_two_ranks_compare_chunks_with_long_runs():
+    lengths = [1884, 19, 372, 139, 156, 198, 33, 195, 104, 2000, 307, 172, 185, 126, 86, 166, 397]
+    problem = problem_of(masks.varlen([*lengths, 193, 638, 201, 251, 370], causal=True), 128, 2)
+    received, _, _, area = measure(balanced(problem), problem, 2)
+    dealt = [measure(placed, problem, 2)[0].max() for placed in runs(problem, ALL_ORDERS[-2:-1])]
+    assert received.max() < 0.5 * min(dealt)
+    assert area.max() <= 1.014 * area.mean()
 
 
 def test_causal_is_a_zigzag_at_exact_balance():

@@ -27,6 +27,9 @@ MAX_START_IMBALANCE = 1.25
 # A regular placement is taken without a search when it is this close to its bounds.
 SETTLED_IMBALANCE = 1.002
 SETTLED_GAP = 1.001
+# Up to so many ranks chunks are compared with long runs whatever those move: two ranks cut one document at
+# most, and where it is cut decides how many rows move.
+ALWAYS_SEARCHED = 2
 # How much a whole sequence's rows, summed over ranks, count beside the worst rank's.
 TOTAL_WEIGHT = 0.01
 # How steeply imbalance beyond the limit raises the cost of a placement.
@@ -71,7 +74,8 @@ class Effort(NamedTuple):
         finish: further rounds of the best that was found.
         overload_cost: how steeply imbalance beyond the limit raises the cost of a placement.
         hope: a search starts where its best starting point costs less than so many times what is known.
-        few_rows: runs whose rows are at most so many shares of a rank are taken without looking further.
+        few_rows: runs whose rows are at most so many shares of a rank are taken without looking further,
+            beyond `ALWAYS_SEARCHED` ranks.
         run_orders: orders of the piles of `runs.runs` that are tried.
     """
 
@@ -127,7 +131,8 @@ def balanced(problem: DispatchProblem) -> Assignment:
         return contiguous(problem)
     found = _placed_runs(problem, per_node)
     few = EFFORTS[problem.effort].few_rows * int(problem.edges[-1]) / problem.cp_size
-    if found and min(cost for cost, _ in found) <= few:
+    is_cheap_to_search = problem.cp_size <= ALWAYS_SEARCHED
+    if found and not is_cheap_to_search and min(cost for cost, _ in found) <= few:
         return min(found, key=lambda each: each[0])[1]
     for fineness in range(len(FINENESS)):
         units = make_units(problem, fineness, problem.engine)
