@@ -14,7 +14,7 @@ from transfers import DST_ROWS, SRC_ROWS, padded, pairs, random_comm
 
 from magi_jax.comm import group_cast, staging_bytes, symmetric_memory
 from magi_jax.comm.native import NativeCalls
-from magi_jax.comm.symmetric import _seats
+from magi_jax.comm.pools import seats_of
 from magi_jax.ops import ffi
 from magi_jax.plan import CommSpec
 
@@ -199,7 +199,7 @@ def test_the_portable_transport_serves_only_where_it_may(rng):
 
 def test_ranks_exchange_along_the_axis_alone():
     mesh = jax.make_mesh((2, 2, 2), ("dp", "cp", "tp"), (AxisType.Auto,) * 3)
-    seats = _seats(mesh, "cp")
+    seats = seats_of(mesh, "cp")
     assert {seat.device for seat in seats} == set(mesh.devices.flat)
     for seat in seats:
         ((dp, cp, tp),) = np.argwhere(mesh.devices == seat.device)

@@ -57,7 +57,7 @@ class Report:
             found.append(f"only {self.distinct} packings of {self.packings} are distinct")
         if self.compilations != 1:
             found.append(f"the step was compiled {self.compilations} times")
-        if self.live_arrays[0] != self.live_arrays[1]:
+        if self.live_arrays[1] > self.live_arrays[0]:
             found.append("arrays alive went from {} to {}".format(*self.live_arrays))
         if self.memory_mib[1] > self.memory_mib[0] * 1.02 + 8:
             found.append("resident memory went from {:.0f} to {:.0f} MiB".format(*self.memory_mib))
