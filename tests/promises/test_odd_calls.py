@@ -154,7 +154,7 @@ def test_tokens_of_every_dtype_come_back(mesh, plan, rng):
 
 
 def test_second_derivatives_are_those_of_the_reference_alone(rng):
-    q, k, v, direction = (jnp.asarray(rng.normal(size=(6, 1, 4)), jnp.float32) for _ in range(4))
+    q, k, v = (jnp.asarray(rng.normal(size=(6, 1, 4)), jnp.float32) for _ in range(3))
     step = 1e-2
 
     def slope(q, implementation="reference"):
@@ -166,7 +166,10 @@ def test_second_derivatives_are_those_of_the_reference_alone(rng):
 
         return (jax.grad(loss)(q) ** 2).sum()
 
-    along = jnp.vdot(jax.jit(jax.grad(slope))(q), direction)
+    # Along the gradient, where nothing cancels: differences in float32 tell little of a small sum.
+    gradient = jax.jit(jax.grad(slope))(q)
+    along = jnp.linalg.norm(gradient)
+    direction = gradient / along
     ends = jax.jit(jax.vmap(slope))(jnp.stack([q + step * direction, q - step * direction]))
     np.testing.assert_allclose(along, (ends[0] - ends[1]) / (2 * step), rtol=0.02, atol=1e-3)
     with pytest.raises(ValueError, match="magi_jax_ffa_backward"):
