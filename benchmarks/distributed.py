@@ -7,19 +7,24 @@ head dim 128, ``--tokens`` per GPU. TFLOP/s per GPU are those of the mask's area
 GPUs, 4 * area * N * H forward, 2.5 times that for the gradients alone. `ratio` is to the rate of one
 GPU on the same sequence; `imbalance` of the plan bounds it. With --busy that is the rate of the
 slowest GPU while each of them computes the whole sequence for itself: cards differ, and share a
-cooler and a power supply. With several processes, start one per
-GPU and add --coordinator HOST:PORT --processes N --process I; then there is no single GPU to
-compare with.
+cooler and a power supply. Cards grow slower as they warm, so whatever is compared is timed in
+turns, forth and back. With several processes, start one per GPU and add --coordinator HOST:PORT
+--processes N --process I; then the single GPUs are each process's own, all at once.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import pathlib
+import statistics
+import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import add_process_flags, save_ranks, start
@@ -35,8 +40,9 @@ from magi_jax.solver.cost.model import CostModel
 HEAD_DIM = 128
 WINDOW, FRAME = 1024, 2048
 RANK = 32768
-PACE = {"lead_s": 0.15, "budget_s": 0.4}  # of timed calls, and of those before them
-TRACED = 3  # calls of each direction in a profile
+PACE = {"lead_s": 0.15, "budget_s": 0.2}  # of timed calls, and of those before them
+TURNS = 2  # of everything that is compared
+TRACED, TRACED_S = 4, 0.15  # calls in a row in a profile, and how long there are such rows
 DOCUMENTS = json.loads(pathlib.Path(__file__).with_name("kernel_documents.json").read_text())
 
 
@@ -113,27 +119,70 @@ def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
         "remote_rows": int(max(report.recv_rows)),
     }
     flops = 4 * mask.area * num_heads * HEAD_DIM / cp_size
-    rows = []
-    single = None
-    if not args.no_single and not args.coordinator:
-        times = single_gpus(mesh, mask, num_heads, num_kv_heads, args.busy)
-        which = "each GPU" if args.busy else "one GPU"
-        single = row(label | {"transport": which}, times, flops * cp_size, None)
-        rows.append(single)
     tensors = operands(mesh, cp_size * plan.spec.local_len, num_heads, num_kv_heads)
     placed = jax.device_put(plan, NamedSharding(mesh, P("cp")))
-    for transport in args.transports:
-        with chosen(transport, mesh, plan, (num_heads, num_kv_heads), args) as (which, check):
-            options = DistOptions(transport=which)
+    calls, checks, single = {}, [], None
+    with contextlib.ExitStack() as stack:
+        if not args.no_single:
+            single = "each GPU" if args.busy or args.coordinator else "one GPU"
+            calls[single] = single_gpus(mesh, mask, num_heads, num_kv_heads, single == "one GPU")
+        for transport in args.transports:
+            memory = chosen(transport, mesh, plan, (num_heads, num_kv_heads), args)
+            which, check = stack.enter_context(memory)
+            checks.append(check)
 
-            def call(q, k, v, plan, options=options):
+            def call(q, k, v, plan, options=DistOptions(transport=which)):  # noqa: B008
                 return magi_jax_dist(q, k, v, plan, mesh, options)
 
-            trace = args.trace and args.trace / f"{name}_{num_kv_heads}_{transport}"
-            times = both_passes(call, tensors, placed, trace)
+            calls[transport] = passes(call, tensors, placed)
+        times = in_turns(calls)
+        for transport in args.transports if args.trace else ():
+            trace(args.trace / f"{name}_{num_kv_heads}_{transport}", calls[transport])
+        for check in checks:
             check()
-            rows.append(row(label | {"transport": transport}, times, flops, single))
+    rows = []
+    for which, seconds in times.items():
+        alone = which == single
+        beside = rows[0] if single and not alone else None
+        rows.append(
+            row(label | {"transport": which}, seconds, flops * (cp_size if alone else 1), beside)
+        )
     return rows
+
+
+def in_turns(calls: dict[str, dict[str, Callable]]) -> dict[str, dict[str, float]]:
+    """Seconds of each pass of each of them, in turns, every second time from the last to the first.
+
+    The calls of a turn run for a while before any are timed, which settles the pace of the card; see
+    `timing.steady_seconds`.
+    """
+    times: dict[str, dict[str, float]] = {which: {} for which in calls}
+    for name in ("forward", "backward"):
+        once: dict[str, float] = {}
+        for which, each in calls.items():
+            run(each[name], 1)
+            once[which] = run(each[name], 1)
+        measured: dict[str, list[float]] = {which: [] for which in calls}
+        for turn in range(TURNS):
+            for which in list(calls)[:: -1 if turn % 2 else 1]:
+                for long_s in (PACE["lead_s"], PACE["budget_s"]):
+                    seconds = run(calls[which][name], max(1, int(long_s / once[which])))
+                measured[which].append(seconds)
+        for which, values in measured.items():
+            times[which][name] = statistics.mean(values)
+    return times
+
+
+def run(call: Callable, count: int) -> float:
+    """Mean seconds of back-to-back calls, of the slowest process."""
+    start = time.perf_counter()
+    for _ in range(count):
+        result = call()
+    jax.block_until_ready(result)
+    seconds = (time.perf_counter() - start) / count
+    if jax.process_count() == 1:
+        return seconds
+    return float(multihost_utils.process_allgather(np.float64(seconds)).max())
 
 
 def late_rows(plan) -> int:
@@ -143,11 +192,13 @@ def late_rows(plan) -> int:
     return int(plan.late.num_rows.max())
 
 
-def single_gpus(mesh: Mesh, mask, num_heads: int, num_kv_heads: int, busy: bool) -> dict:
-    """Seconds of both passes on one GPU that has the whole sequence, or on all GPUs at once."""
+def single_gpus(
+    mesh: Mesh, mask, num_heads: int, num_kv_heads: int, first_only: bool
+) -> dict[str, Callable]:
+    """Both passes on one GPU that has the whole sequence, or on all of this process at once."""
     attention = functools.partial(magi_jax.flex_flash_attention, implementation=None)
     tables, tensors = [], []
-    for device in mesh.devices[: None if busy else 1]:
+    for device in mesh.local_devices[: 1 if first_only else None]:
         alone = Mesh(np.array([device]), ("cp",), axis_types=(AxisType.Auto,))
         tensors.append(operands(alone, mask.q_len, num_heads, num_kv_heads))
         tables.append(jax.device_put(slice_table(mask), device))
@@ -158,8 +209,8 @@ def single_gpus(mesh: Mesh, mask, num_heads: int, num_kv_heads: int, busy: bool)
     pulls = [prepare(*x[:3], t) for x, t in zip(tensors, tables, strict=True)]
     both = list(zip(tensors, tables, pulls, strict=True))
     return {
-        "forward": steady_seconds(lambda: [forward(*x[:3], t) for x, t, _ in both], **PACE),
-        "backward": steady_seconds(lambda: [backward(pull, x[3]) for x, _, pull in both], **PACE),
+        "forward": lambda: [forward(*x[:3], t) for x, t, _ in both],
+        "backward": lambda: [backward(pull, x[3]) for x, _, pull in both],
     }
 
 
@@ -196,8 +247,11 @@ class chosen:  # noqa: N801, a context manager
 
 def operands(mesh: Mesh, rows: int, num_heads: int, num_kv_heads: int) -> list[jax.Array]:
     """Normal q, k, v and dout."""
-    place = NamedSharding(mesh, P("cp"))
+    return _maker(NamedSharding(mesh, P("cp")), rows, num_heads, num_kv_heads)()
 
+
+@functools.cache
+def _maker(place: NamedSharding, rows: int, num_heads: int, num_kv_heads: int) -> Callable:
     @functools.partial(jax.jit, out_shardings=place)
     def make():
         keys = jax.random.split(jax.random.key(0), 4)
@@ -207,25 +261,39 @@ def operands(mesh: Mesh, rows: int, num_heads: int, num_kv_heads: int) -> list[j
             for key, n in zip(keys, heads, strict=True)
         ]
 
-    return make()
+    return make
 
 
-def both_passes(call, tensors, tables, trace=None) -> dict[str, float]:
+def both_passes(call, tensors, tables) -> dict[str, float]:
     """Seconds of the forward pass and of the gradients alone, from saved residuals."""
+    calls = passes(call, tensors, tables)
+    return {name: steady_seconds(each, **PACE) for name, each in calls.items()}
+
+
+def passes(call, tensors, tables) -> dict[str, Callable]:
+    """The forward pass, and the gradients alone, from saved residuals."""
     q, k, v, dout = tensors
     forward = jax.jit(call)
-    times = {"forward": steady_seconds(lambda: forward(q, k, v, tables), **PACE)}
     _, pull = jax.jit(lambda q, k, v, t: jax.vjp(lambda q, k, v: call(q, k, v, t), q, k, v))(
         q, k, v, tables
     )
     backward = jax.jit(lambda pull, dout: pull(dout))
-    times["backward"] = steady_seconds(lambda: backward(pull, dout), **PACE)
-    if trace:
-        # The first of each waits for the host; the last shows the pace of a training step.
-        with jax.profiler.trace(trace):
-            jax.block_until_ready([forward(q, k, v, tables) for _ in range(TRACED)])
-            jax.block_until_ready([backward(pull, dout) for _ in range(TRACED)])
-    return times
+    return {
+        "forward": lambda: forward(q, k, v, tables),
+        "backward": lambda: backward(pull, dout),
+    }
+
+
+def trace(folder: pathlib.Path, calls: dict[str, Callable]) -> None:
+    """Profiles back-to-back calls of both passes: the last ones show the pace of a training step."""
+    quiet = jax.profiler.ProfileOptions()
+    quiet.host_tracer_level = quiet.python_tracer_level = 0
+    with jax.profiler.trace(folder, profiler_options=quiet):
+        for call in calls.values():
+            jax.block_until_ready(call())
+            start = time.perf_counter()
+            while time.perf_counter() - start < TRACED_S:
+                jax.block_until_ready([call() for _ in range(TRACED)])
 
 
 def row(label: dict, times: dict[str, float], flops: float, single: dict | None) -> dict:
