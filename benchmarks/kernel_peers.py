@@ -215,15 +215,13 @@ def torch_varlen(case: Case) -> Passes:
     offsets = torch.tensor(edges, dtype=torch.int32, device="cuda")
     longest = int(case.lengths.max())
     window = (-1, 0) if case.kind == "varlen_causal" else (-1, -1)
-    group = case.operands[0].shape[1] // case.operands[1].shape[1]
 
     def call(q, k, v):
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         out = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=window)
         return out.transpose(0, 1)[None]
 
-    return _torch_passes(call, case)
+    return _torch_passes(call, case, tokens_first=True)
 
 
 def torch_flex(case: Case) -> Passes:
@@ -269,11 +267,18 @@ def available(names: list[str]) -> dict[str, Callable[[Case], Passes]]:
     return {name: every[name][0] for name in names if importlib.util.find_spec(every[name][1])}
 
 
-def _torch_passes(call: Callable, case: Case) -> Passes:
-    """Passes of ``call(q, k, v)`` on ``[1, N, T, H]`` tensors that share memory with the operands."""
+def _torch_passes(call: Callable, case: Case, *, tokens_first: bool = False) -> Passes:
+    """Passes of ``call(q, k, v)`` on ``[1, N, T, H]`` tensors.
+
+    Args:
+        tokens_first: leaves them in memory as the operands are, ``[T, N, H]``; otherwise they are copied to
+            the order that their shape says.
+    """
     import torch
 
-    tensors = [torch.from_dlpack(x).transpose(0, 1)[None].contiguous() for x in case.operands]
+    tensors = [torch.from_dlpack(x).transpose(0, 1)[None] for x in case.operands]
+    if not tokens_first:
+        tensors = [tensor.contiguous() for tensor in tensors]
     leaves, dout = [x.requires_grad_() for x in tensors[:3]], tensors[3]
     kept = call(*leaves)
 

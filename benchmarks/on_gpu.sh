@@ -25,16 +25,16 @@ kernels() {
 }
 
 if [ "$length" = short ]; then
-    tests="-k forward"
+    tests="tests/gpu/test_cuda_kernels.py -k test_random_masks"
     lengths="--lengths 2048 --lead-ms 10 --budget-ms 10"
-    peers="$lengths --masks causal varlen_causal"
+    peers="$lengths --masks causal"
     simulated="--cp 8 --masks varlen_causal swa_causal"
     seconds=10
     checked="--tokens-per-rank 8192 --masks varlen_causal --budget-s 20"
     packings="--packings 20 --constants 2 --seq-len 8192"
     memory="--first 8192 --last 16384 --longest-run 8192"
 else
-    tests=""
+    tests="tests/gpu"
     lengths=""
     peers="--lengths 8192 32768 --masks full causal window varlen_full varlen_causal"
     simulated=""
@@ -47,7 +47,7 @@ fi
 # Options are words without spaces of their own, to be split.
 # shellcheck disable=SC2086
 {
-    python3 -m pytest -q -p no:cacheprovider tests/gpu $tests
+    python3 -m pytest -q -p no:cacheprovider $tests
     kernels kernels_gpu --head-dims 128 --peers cudnn $lengths
     kernels kernels_64_gpu --head-dims 64 --peers cudnn $lengths
     kernels kernels_peers_gpu --head-dims 128 $peers \
