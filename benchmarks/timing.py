@@ -58,7 +58,8 @@ def steady_seconds(
     Args:
         call, wait: see `seconds`.
         lead_s: how long calls run before.
-        budget_s: how long they are timed: the median of five means, of one call at least.
+        budget_s: how long they are timed: the median of five means, of one call at least; of fewer means
+            where those would take ten times as long.
     """
     wait(call())
     start = time.perf_counter()
@@ -73,8 +74,10 @@ def steady_seconds(
         wait(result)
         return (time.perf_counter() - start) / count
 
-    once = run(lead_s)
-    return statistics.median(run(budget_s / 5) for _ in range(5))
+    if once < lead_s:
+        once = run(lead_s)
+    rounds = _agreed(min(max(1, int(10 * budget_s / once)), 5))
+    return statistics.median(run(budget_s / 5) for _ in range(rounds))
 
 
 def _agreed(count: int) -> int:
