@@ -16,6 +16,7 @@ import numpy as np
 
 from magi_jax.comm.transport import InFlight, Leaves, Part, Transport, sum_dtype
 from magi_jax.mesh import result_type, unify_varying
+from magi_jax.ops import ffi
 from magi_jax.plan import CommMeta
 
 CAST = "magi_jax_group_cast"
@@ -123,7 +124,7 @@ class NativeCalls:
             operands = unify_varying(part.map, *part.results, *part.held)
             types = [result_type(x.shape, x.dtype, operands[0]) for x in part.results]
             call = jax.ffi.ffi_call(
-                FINISH,
+                ffi.target(FINISH),
                 types,
                 input_output_aliases={1 + i: i for i in range(len(types))},
                 vmap_method="sequential",
@@ -151,7 +152,7 @@ class NativeCalls:
             "dst_rows": spec.dst_rows,
             "beside": call.beside,
         }
-        start = jax.ffi.ffi_call(call.target, types, vmap_method="sequential")
+        start = jax.ffi.ffi_call(ffi.target(call.target), types, vmap_method="sequential")
         row_map, *results = start(*operands, **{k: np.int32(v) for k, v in attributes.items()})
         return Part(row_map, tuple(results), operands, pool)
 

@@ -79,7 +79,7 @@ def backward(
 def _call(target, kernel, operands, results, aliases, table, options):
     ffi.load()
     call = jax.ffi.ffi_call(
-        target + kernel.suffix,
+        ffi.target(target + kernel.suffix),
         [
             mesh.result_type(shape, dtype, operands[0])
             for shape, dtype in (*results, *kernel.scratch)

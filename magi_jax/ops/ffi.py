@@ -11,28 +11,21 @@ import jax
 import jaxlib
 
 import magi_jax
+from magi_jax import compiled_module
 
-# Number of the contract with the compiled module; kInterface in xla_ffi/common/registration.h.
+# Number of the contract with the compiled module; kInterface in xla_ffi/common/registration.h. Called with
+# the wrong operands, XLA would say "Wrong number of results", or nothing at all where only the meaning of a
+# table changed.
 INTERFACE = 3
 
 
-def check_interface(found: int | None, path: str | None) -> None:
-    """Raises ImportError when the compiled module is of another version than these sources.
+def target(name: str) -> str:
+    """What a custom call of the compiled module is registered as.
 
-    Called with the wrong operands, XLA would say "Wrong number of results", or nothing at all where
-    only the meaning of a table changed.
-
-    Args:
-        found: interface number of the module; None where it is older than this number.
-        path: file of the module, for the message.
+    The name ends with the number of the interface: a program that was exported with another one finds no
+    call of its name and is refused, rather than run with operands that mean something else now.
     """
-    if found == INTERFACE:
-        return
-    raise ImportError(
-        f"{path} has interface {found} of the custom calls, but these sources of magi_jax need"
-        f" {INTERFACE}: it was built from another version. Build it again: make setup in a clone, or pip"
-        " install --no-build-isolation --no-deps --force-reinstall on its folder."
-    )
+    return f"{name}_v{INTERFACE}"
 
 
 def runtime_ffi_api_version() -> tuple[int, int]:
@@ -89,15 +82,17 @@ def load() -> ModuleType:
             " pip install --no-build-isolation -e .) rather than importing its sources alone"
         ) from error
     info = module.build_info()
-    check_interface(info.get("interface"), module.__file__)
+    compiled_module.check_interface(
+        info.get("interface"), INTERFACE, path=module.__file__, contract="the custom calls"
+    )
     check_ffi_api_version(
         info["ffi_api_version"],
         runtime_ffi_api_version(),
         built_jaxlib=info["jaxlib_version"],
         running_jaxlib=jaxlib.__version__,
     )
-    for target, platform, stages in module.registrations():
-        jax.ffi.register_ffi_target(target, stages, platform=platform)
+    for name, platform, stages in module.registrations():
+        jax.ffi.register_ffi_target(target(name), stages, platform=platform)
     return module
 
 
@@ -117,5 +112,5 @@ def build_info() -> dict[str, Any]:
         "version": magi_jax.__version__,
         **module.build_info(),
         "running_jaxlib_version": jaxlib.__version__,
-        "targets": sorted({target for target, _, _ in module.registrations()}),
+        "targets": sorted({target(name) for name, _, _ in module.registrations()}),
     }

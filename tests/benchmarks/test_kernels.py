@@ -8,6 +8,7 @@ import timing
 from kernel_peers import Case, jax_passes
 
 from magi_jax import masks
+from magi_jax.ops import ffi
 from magi_jax.plan import slice_table
 
 LENGTH, REPEATS = 128, 3
@@ -23,7 +24,8 @@ def passes():
 @pytest.mark.parametrize(("which", "target"), [("forward", "forward"), ("backward", "backward")])
 def test_a_pass_is_made_as_often_as_it_counts(passes, which, target):
     *_, program = passes.compile(which)
-    calls = program.as_text().count(f'custom_call_target="magi_jax_ffa_{target}"')
+    name = ffi.target(f"magi_jax_ffa_{target}")
+    calls = program.as_text().count(f'custom_call_target="{name}"')
     assert calls == passes.repeats == REPEATS
     assert len(getattr(passes, which)()) == REPEATS
 

@@ -25,7 +25,7 @@ def read_table(table, cp_size, *, is_cast):
     rows = DST_ROWS if is_cast else SRC_ROWS
     slots = 2 if is_cast else cp_size + -(-cp_size // 32)
     call = jax.ffi.ffi_call(
-        "magi_jax_group_map",
+        ffi.target("magi_jax_group_map"),
         (
             jax.ShapeDtypeStruct((slots, rows), jnp.int32),
             jax.ShapeDtypeStruct((cp_size, 2), jnp.int32),
@@ -133,9 +133,9 @@ def test_calls_of_a_program_and_of_its_derivative():
         return jax.grad(total)(x)
 
     text = lower(loss, abstract_mesh(cp=4), comm, x)
-    calls = dict(re.findall(r"custom_call @(magi_jax_group_[cr]\w+)\((.*)", text))
+    calls = dict(re.findall(rf"custom_call @(magi_jax_group_[cr]\w+)_v{ffi.INTERFACE}\((.*)", text))
     assert sorted(calls) == ["magi_jax_group_cast", "magi_jax_group_reduce_sum"]
-    finished = re.findall(r"custom_call @magi_jax_group_finish\((.*)", text)
+    finished = re.findall(rf"custom_call @{ffi.target('magi_jax_group_finish')}\((.*)", text)
     for call, pool in zip(finished, (7, 8), strict=True):
         assert f"pool = {pool} : i32" in call
         # In place: a copy would be taken while results are still written.

@@ -2,11 +2,18 @@
 
 import hashlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+import magi_jax as mj
+from magi_jax import compiled_module
 from magi_jax.ops import ffi
+from magi_jax.solver import engine
 
 FOLDER = Path(__file__).resolve().parents[2] / "xla_ffi"
 # Of the operands, results, attributes and targets of all handlers. When those of a target change, raise
@@ -34,14 +41,19 @@ def test_interface_number_changes_with_the_contract():
 
 def test_module_of_these_sources_is_taken():
     assert ffi.build_info()["interface"] == ffi.INTERFACE
-    ffi.check_interface(ffi.INTERFACE, "_ffi.so")
+    assert engine.compiled().interface == engine.INTERFACE
 
 
-@pytest.mark.parametrize("found", [None, ffi.INTERFACE - 1, ffi.INTERFACE + 1])
+@pytest.mark.parametrize("found", [None, 6, 8])
 def test_module_of_other_sources_is_refused(found):
-    message = rf"_ffi\.so has interface {found} .* need {ffi.INTERFACE}: .* make setup"
+    compiled_module.check_interface(7, 7, path="_ffi.so", contract="all calls")
+    message = (
+        rf"_ffi\.so has interface {found} of all calls.* need 7: .* make setup .* folder; or rest\."
+    )
     with pytest.raises(ImportError, match=message):
-        ffi.check_interface(found, "_ffi.so")
+        compiled_module.check_interface(
+            found, 7, path="_ffi.so", contract="all calls", otherwise="; or rest"
+        )
 
 
 def test_stale_module_is_refused_before_a_call_is_registered(monkeypatch):
@@ -51,3 +63,32 @@ def test_stale_module_is_refused_before_a_call_is_registered(monkeypatch):
     monkeypatch.setattr(ffi.importlib, "import_module", lambda _: stale)
     with pytest.raises(ImportError, match=r"old/_ffi\.so has interface None"):
         ffi.load.__wrapped__()
+
+
+RUN_EXPORTED = """
+import sys
+import jax
+import numpy as np
+import magi_jax as mj
+mj.build_info()  # registers the custom calls
+x = np.ones((8, 2, 4), np.float32)
+print(jax.export.deserialize(sys.stdin.buffer.read()).call(x))
+"""
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["same interface", "older interface"])
+def test_exported_program_of_another_interface_is_refused_by_name(older, monkeypatch):
+    x, mask = np.ones((8, 2, 4), np.float32), mj.masks.causal(8)
+    ffi.load()
+    if older:
+        monkeypatch.setattr(ffi, "INTERFACE", ffi.INTERFACE - 1)
+    target = ffi.target("magi_jax_ffa_forward")
+    exported = jax.export.export(
+        jax.jit(lambda x: mj.flex_flash_attention(x, x, x, mask)),
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(target)],
+    )(x)
+    command = [sys.executable, "-c", RUN_EXPORTED]
+    process = subprocess.run(command, input=exported.serialize(), capture_output=True, check=False)
+    assert (process.returncode != 0) == older, process.stderr.decode()
+    refusal = f"No FFI handler registered for {target}"
+    assert (refusal in process.stderr.decode()) == older

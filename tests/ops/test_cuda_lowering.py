@@ -23,7 +23,8 @@ def operands(dtype="bfloat16", head_dim=128, rows=300):
 def lowered(f, *args):
     """Custom calls of a program: target to (operand and result types, attributes)."""
     text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    return {found[1]: found[2] for found in re.finditer(r"custom_call @(magi_jax\w+)\((.*)", text)}
+    calls = re.finditer(rf"custom_call @(magi_jax\w+)_v{ffi.INTERFACE}\((.*)", text)
+    return {found[1]: found[2] for found in calls}
 
 
 def types(call):

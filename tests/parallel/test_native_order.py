@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from magi_jax import masks
 from magi_jax.comm.native import NativeCalls
+from magi_jax.ops import ffi
 from magi_jax.parallel import DistOptions
 from magi_jax.parallel.dist_attention import dist_attention
 from magi_jax.plan import PlanConfig, make_plan
@@ -33,7 +34,7 @@ class Program:
             value, rest = found.groups()
             self.lines[value] = rest
             self.operands[value] = re.findall(r"%\w+(?:#\d+)?", rest.split(" : ")[0].split(" {")[0])
-            call = re.search(r"custom_call @(magi_jax\w+)", rest)
+            call = re.search(rf"custom_call @(magi_jax\w+)_v{ffi.INTERFACE}\b", rest)
             if call:
                 self.calls.append((value, call[1]))
 
