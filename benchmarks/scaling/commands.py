@@ -75,14 +75,14 @@ def prepare(args) -> dict[str, Order]:
     # By an earlier run where it timed any of these: kernels may have changed, their order hardly.
     _, timed = read_times([path for path in args.kernels if path.exists()])
     fitted = fit_to(timed, pieces)[0] if set(timed) & set(pieces) else first_fit()
+    predicted = predict(pieces, fitted)
     steps = {}
     for (cp, mask, name), work in works.items():
-        times, _ = kernel_times(work, pieces, {}, fitted)
+        times, _ = kernel_times(work, predicted, {})
         steps[cp, mask, name] = step_us(name, work, times, cp, Machine())
-    wanted = choose(works, pieces, fitted, steps)
+    wanted = choose(works, predicted, steps)
     chosen = {key: Order(pieces[key], tuple(sorted(passes))) for key, passes in wanted.items()}
     save_orders(args.pieces, chosen)
-    predicted = predict({key: order.piece for key, order in chosen.items()}, fitted)
     seconds = sum(
         call_seconds(predicted[which][key]) for key in chosen for which in chosen[key].passes
     )
@@ -114,10 +114,11 @@ def simulate(args) -> None:
     sources, timed = read_times(args.kernels)
     works, pieces, areas = all_work(args)
     fitted, left_out = fit_to(timed, pieces)
+    predicted = predict(pieces, fitted)
     machine = Machine()
     rows = []
     for (cp, mask, name), work in works.items():
-        times, timed_us = kernel_times(work, pieces, timed, fitted)
+        times, timed_us = kernel_times(work, predicted, timed)
         row: dict = {"cp": cp, "mask": mask, "strategy": name}
         for which, step in step_us(name, work, times, cp, machine).items():
             flops = FLOPS_PER_PAIR[which] * areas[cp, mask] * NUM_HEADS * HEAD_DIM
@@ -199,21 +200,29 @@ def fit_to(timed: dict[str, dict], pieces: dict[str, Piece]) -> tuple[Fit, int]:
 
 
 def kernel_times(
-    work: Work, pieces: dict[str, Piece], timed: dict[str, dict], fitted: Fit
+    work: Work, predicted: dict[str, dict[str, float]], timed: dict[str, dict]
 ) -> tuple[Times, Times]:
-    """Times of all calls of a work, and the same with zeros for what the fit gave."""
+    """Times of all calls of a work, and the same with zeros for what the fit gave.
+
+    The timed calls of a step say how far the fit is off on calls of its kind: it is taken to be off by their
+    median on all others.
+    """
 
     def times_of(calls: np.ndarray, which: str) -> np.ndarray:
         names, place = np.unique(calls, return_inverse=True)
-        us = np.zeros((2, len(names)))
-        for index, key in enumerate(names):
-            if which in timed.get(key, {}):
-                us[:, index] = timed[key][which]
-            elif key:
-                us[0, index] = fitted.microseconds(features(pieces[key]), which)
+        measured = np.array([timed.get(key, {}).get(which, 0.0) for key in names])
+        by_fit = np.array([predicted[which].get(key, 0.0) for key in names])
+        known = measured > 0
+        if known.any():
+            by_fit *= np.median(measured[known] / by_fit[known])
+        us = np.stack([np.where(known, measured, by_fit), measured])
         return us[:, place].reshape(2, *calls.shape)
 
-    every = [times_of(work.calls, "forward"), times_of(work.backward_calls, "backward")]
+    def steps_of(calls: np.ndarray, which: str) -> np.ndarray:
+        columns = [times_of(calls[:, step], which) for step in range(calls.shape[1])]
+        return np.stack(columns, axis=-1)
+
+    every = [steps_of(work.calls, "forward"), steps_of(work.backward_calls, "backward")]
     if work.travel_calls is not None:
         every += [times_of(work.travel_calls, which) for which in FLOPS_PER_PAIR]
     return Times(*(us[0] for us in every)), Times(*(us[1] for us in every))

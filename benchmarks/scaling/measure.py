@@ -22,8 +22,9 @@ from scaling.work import ADDING, HEAD_DIM, PARTIAL, Piece
 BLOCK = 192  # pieces between two looks at the pace of the card
 SLOW = 0.8  # of the fastest pace that was seen; what was timed below is timed again, or not used
 WARM_US = 250e3  # of calls before the first timed one of a block, which follows a pause
-LEAD_US, TIMED_US = 2e3, 2.5e3  # of calls of a piece, first untimed and then timed
-LONG_US = 60e3  # a call that takes longer needs none before it
+VISITS = 3  # of which the medians count: a host that was held up, or a pace, differs between them
+LEAD_US, TIMED_US = 1e3, 1e3  # of calls of a piece in a visit, first untimed and then timed
+LONG_US = 20e3  # a call that takes longer needs few before it, nor matters what the host adds to it
 
 
 def time_orders(
@@ -34,7 +35,8 @@ def time_orders(
     A card at rest runs up to 15 % faster for a tenth of a second than it can at the limit of its power, so
     a call of 20 ms would seem faster than the same work in one of 200 ms. Pieces are timed on a card that
     does not rest: each right after untimed calls of its own, those after the last piece's, and what the host
-    has to do is done before. A matrix product between blocks of pieces tells whether others used the card.
+    has to do is done before. All pieces of a block are visited in turn, several times. A matrix product
+    between blocks tells whether others used the card.
     """
     started = time.perf_counter()
     bench = Bench(get_implementation(implementation))
@@ -47,16 +49,16 @@ def time_orders(
         tables = jax.block_until_ready(jax.device_put(tables))
         pace = [_pace()]
         bench.warm(orders[block[0]].piece, tables[block[0]])
-        times = {}
-        for key in block:
+        times: dict[str, list[dict[str, float]]] = {}
+        for key in block * VISITS:
             if time.perf_counter() - started > budget_s:
                 waiting = []
                 break
-            times[key] = bench.measure(*orders[key], tables[key])
+            times.setdefault(key, []).append(bench.measure(*orders[key], tables[key]))
         pace.append(_pace())
         fastest = max(fastest, *pace)
-        for key, microseconds in times.items():
-            found[key] = {**microseconds, "matmul": min(pace)}
+        for key, visits in times.items():
+            found[key] = {**medians(visits), "matmul": min(pace)}
         used = time.perf_counter() - started
         print(f"{len(found)} of {len(orders)}, {used:.0f} s, {bench.programs} programs,"
               f" matmul {pace[0]:.0f} to {pace[1]:.0f}", flush=True)  # fmt: skip
@@ -64,6 +66,11 @@ def time_orders(
             waiting = [key for key, t in found.items() if t["matmul"] < SLOW * fastest]
             waiting = waiting if used < budget_s and len(waiting) < len(found) else []
     return found
+
+
+def medians(visits: list[dict[str, float]]) -> dict[str, float]:
+    """Of the times that every visit found, by pass."""
+    return {which: statistics.median(visit[which] for visit in visits) for which in visits[0]}
 
 
 def _pace() -> float:
@@ -232,8 +239,8 @@ def _roomy(size: int) -> int:
 def mean_us(call: Callable) -> float:
     """Microseconds of a call among back-to-back ones, right after others that are not timed.
 
-    What the host takes to begin and to see the end is in one call as in many, and taken out; medians, since
-    other work may hold the host up.
+    What the host takes to begin and to see the end is in one call as in many, and taken out; the least of
+    either, since a host that is held up only adds.
     """
 
     def run(count: int) -> float:
@@ -245,21 +252,15 @@ def mean_us(call: Callable) -> float:
 
     once = run(1)
     if once > LONG_US:
-        return once
+        return run(1)
     run(max(int(LEAD_US / once), 1))
-    once = run(1)
-    if once > TIMED_US:
-        return min(run(2), run(2)) / 2
-    count = max(int(TIMED_US / once), 1)
+    count = max(int(TIMED_US / run(1)), 1)
     pairs = [(run(1), run(count + 1)) for _ in range(3)]
-    one, many = (statistics.median(total) for total in zip(*pairs, strict=True))
+    one, many = (min(total) for total in zip(*pairs, strict=True))
     return (many - one) / count
 
 
 def call_seconds(us: float) -> float:
     """What it takes to time a call of so many microseconds."""
-    if us > LONG_US:
-        return 2 * us / 1e6
-    if us > TIMED_US:
-        return 7 * us / 1e6
-    return (6 * us + LEAD_US + 3 * TIMED_US) / 1e6
+    calls = 3 * us if us > LONG_US else LEAD_US + 3 * max(us, TIMED_US) + 6 * us
+    return VISITS * calls / 1e6

@@ -27,26 +27,26 @@ class Posed(NamedTuple):
 
 CLOSE, WORTH_A_LOOK = 0.9, 0.7  # of the best other strategy's rate
 NEAR = 0.97  # of the kernel time of the slowest rank: who is above by the fit may be the slowest
-MOST_US = 6e5  # of calls of one strategy on one problem, past the first ranks
-FIRST_RANKS = 4
+ROUNDS = ((1, CLOSE), (2, CLOSE), (4, CLOSE), (1, WORTH_A_LOOK), (8, CLOSE), (None, CLOSE))
 
 
 def choose(
-    works: Works, pieces: dict[str, Piece], fit: Fit, steps: dict[tuple, dict[str, float]]
+    works: Works, predicted: dict[str, dict[str, float]], steps: dict[tuple, dict[str, float]]
 ) -> dict[str, set[str]]:
     """Names of pieces in the order of their worth, and the passes that each is wanted for.
 
-    Problems with most ranks first. Of each, ours and the others that are close to the best other in either
-    pass: the calls of all ranks that may be the slowest, so that those that are compared ran one after the
-    other on one card. Then the slowest rank of the others that are worth a look.
+    By rounds: first the slowest rank of ours and of the others that are close to the best other in either
+    pass, on every problem, so that all that is compared rests on measured calls; then more and more of the
+    ranks that may be the slowest. In a round problems with most ranks come first, and those that are
+    compared run one after the other on one card.
 
     Args:
+        predicted: microseconds of each piece, by pass; see `predict`.
         steps: predicted microseconds of each work, by pass.
     """
     wanted: dict[str, set[str]] = {}
-    predicted = predict(pieces, fit)
     posed = sorted(dict.fromkeys(key[:2] for key in works), key=lambda problem: -problem[0])
-    for most_ranks, share in ((None, CLOSE), (1, WORTH_A_LOOK)):
+    for most_ranks, share in ROUNDS:
         for problem in posed:
             named = {key[2]: key for key in works if key[:2] == problem}
             for name in (n for n in named if _compares(n, named, steps, share)):
@@ -74,19 +74,11 @@ def _want(
     wanted: dict, calls: np.ndarray, which: str, predicted: dict, most_ranks: int | None
 ) -> None:
     """Adds the calls of the slowest ranks, slowest first."""
-    cost = np.array([[predicted[which].get(key, 0.0) for key in row] for row in calls])
-    total = cost.sum(axis=1)
-    used, known = 0.0, set()
-    for place, rank in enumerate(np.argsort(-total, kind="stable")):
-        if total[rank] < NEAR * total.max() or (most_ranks and place >= most_ranks):
-            break
-        for key, us in zip(calls[rank].tolist(), cost[rank], strict=True):
-            if key and key not in known:
-                known.add(key)
-                wanted.setdefault(key, set()).add(which)
-                used += us
-        if used > MOST_US and place + 1 >= FIRST_RANKS:
-            break
+    total = np.array([sum(predicted[which].get(key, 0.0) for key in row) for row in calls])
+    slowest = np.argsort(-total, kind="stable")[:most_ranks]
+    for rank in slowest[total[slowest] >= NEAR * total.max()]:
+        for key in filter(None, calls[rank].tolist()):
+            wanted.setdefault(key, set()).add(which)
 
 
 def predict(pieces: dict[str, Piece], fit: Fit) -> dict[str, dict[str, float]]:
