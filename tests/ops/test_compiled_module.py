@@ -19,14 +19,14 @@ FOLDER = Path(__file__).resolve().parents[2] / "xla_ffi"
 # Of the operands, results, attributes and targets of all handlers. When those of a target change, raise
 # INTERFACE in magi_jax/ops/ffi.py and kInterface in xla_ffi/common/registration.h, and store the new digest;
 # a target that is new, which XLA misses by name in an older module, asks for the new digest alone.
-DIGEST_OF_INTERFACE = {3: "5e94a65053eaf54d"}
+DIGEST_OF_INTERFACE = {3: "20369b15b855c391"}
 BINDING = re.compile(r"\.(?:template )?(?:Arg|Ret|Attr|Remaining)\w*[<(].*|\{\"magi_jax_\w+\".*")
 
 
 def _contract() -> str:
-    """All lines of handlers that bind an operand or name a target, with the operands' names."""
+    """All lines of handlers and their headers that bind an operand or name a target, with their names."""
     lines = []
-    for path in sorted((FOLDER / "handlers").glob("*.cc")):
+    for path in sorted((FOLDER / "handlers").glob("*.[ch]*")):
         lines += [" ".join(line.split()) for line in BINDING.findall(path.read_text())]
     assert len(lines) > 50
     return "\n".join(lines)

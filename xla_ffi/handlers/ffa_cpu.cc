@@ -9,14 +9,12 @@
 #include "xla_ffi/common/ffa_operands.h"
 #include "xla_ffi/common/registration.h"
 #include "xla_ffi/common/table_check.h"
+#include "xla_ffi/handlers/ffa_binding.h"
 #include "xla_ffi/kernels/cpu/kernels.h"
 #include "xla_ffi/kernels/cpu/parallel.h"
 
 namespace magi_jax {
 namespace {
-
-using Operand = ffi::AnyBuffer;
-using Result = ffi::Result<ffi::AnyBuffer>;
 
 struct TableOperands {
   Operand slices;
@@ -214,96 +212,26 @@ ffi::Error BackwardAccumulate(ffi::ThreadPool pool, Operand dout, Operand q, Ope
   });
 }
 
+auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
+
+auto BindForward() { return BindAttributes(BindForwardResults(BindForwardOperands(Bind()))); }
+
+auto BindForwardAccumulate() {
+  return BindAttributes(BindForwardResults(BindForwardAccumulateOperands(Bind())));
+}
+
+auto BindBackward() { return BindAttributes(BindGradients(BindBackwardOperands(Bind()))); }
+
+auto BindBackwardAccumulate() {
+  return BindAttributes(BindGradients(BindBackwardAccumulateOperands(Bind())));
+}
+
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(kFfaForwardCpu, Forward,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<Operand>()  // q
-                           .Arg<Operand>()  // k
-                           .Arg<Operand>()  // v
-                           .Arg<Operand>()  // slices
-                           .Arg<Operand>()  // by_query.ptr
-                           .Arg<Operand>()  // by_query.runs
-                           .Arg<Operand>()  // by_query.ids
-                           .Arg<Operand>()  // by_query.order
-                           .Ret<Operand>()  // out
-                           .Ret<Operand>()  // lse
-                           .Ret<Operand>()  // row_max
-                           .Attr<float>("scale")
-                           .Attr<float>("logits_soft_cap")
-                           .Attr<int32_t>("tile_size"));
-
-XLA_FFI_DEFINE_HANDLER(kFfaForwardAccumulateCpu, ForwardAccumulate,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<Operand>()  // q
-                           .Arg<Operand>()  // k
-                           .Arg<Operand>()  // v
-                           .Arg<Operand>()  // slices
-                           .Arg<Operand>()  // by_query.ptr
-                           .Arg<Operand>()  // by_query.runs
-                           .Arg<Operand>()  // by_query.ids
-                           .Arg<Operand>()  // by_query.order
-                           .Arg<Operand>()  // out_in
-                           .Arg<Operand>()  // lse_in
-                           .Ret<Operand>()  // out
-                           .Ret<Operand>()  // lse
-                           .Ret<Operand>()  // row_max
-                           .Attr<float>("scale")
-                           .Attr<float>("logits_soft_cap")
-                           .Attr<int32_t>("tile_size"));
-
-XLA_FFI_DEFINE_HANDLER(kFfaBackwardCpu, Backward,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<Operand>()  // dout
-                           .Arg<Operand>()  // q
-                           .Arg<Operand>()  // k
-                           .Arg<Operand>()  // v
-                           .Arg<Operand>()  // lse
-                           .Arg<Operand>()  // delta
-                           .Arg<Operand>()  // slices
-                           .Arg<Operand>()  // by_query.ptr
-                           .Arg<Operand>()  // by_query.runs
-                           .Arg<Operand>()  // by_query.ids
-                           .Arg<Operand>()  // by_query.order
-                           .Arg<Operand>()  // by_key.ptr
-                           .Arg<Operand>()  // by_key.runs
-                           .Arg<Operand>()  // by_key.ids
-                           .Arg<Operand>()  // by_key.order
-                           .Ret<Operand>()  // dq
-                           .Ret<Operand>()  // dk
-                           .Ret<Operand>()  // dv
-                           .Attr<float>("scale")
-                           .Attr<float>("logits_soft_cap")
-                           .Attr<int32_t>("tile_size"));
-
-XLA_FFI_DEFINE_HANDLER(kFfaBackwardAccumulateCpu, BackwardAccumulate,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<Operand>()  // dout
-                           .Arg<Operand>()  // q
-                           .Arg<Operand>()  // k
-                           .Arg<Operand>()  // v
-                           .Arg<Operand>()  // lse
-                           .Arg<Operand>()  // delta
-                           .Arg<Operand>()  // slices
-                           .Arg<Operand>()  // by_query.ptr
-                           .Arg<Operand>()  // by_query.runs
-                           .Arg<Operand>()  // by_query.ids
-                           .Arg<Operand>()  // by_query.order
-                           .Arg<Operand>()  // by_key.ptr
-                           .Arg<Operand>()  // by_key.runs
-                           .Arg<Operand>()  // by_key.ids
-                           .Arg<Operand>()  // by_key.order
-                           .Arg<Operand>()  // dq_in
-                           .Ret<Operand>()  // dq
-                           .Ret<Operand>()  // dk
-                           .Ret<Operand>()  // dv
-                           .Attr<float>("scale")
-                           .Attr<float>("logits_soft_cap")
-                           .Attr<int32_t>("tile_size"));
+XLA_FFI_DEFINE_HANDLER(kFfaForwardCpu, Forward, BindForward());
+XLA_FFI_DEFINE_HANDLER(kFfaForwardAccumulateCpu, ForwardAccumulate, BindForwardAccumulate());
+XLA_FFI_DEFINE_HANDLER(kFfaBackwardCpu, Backward, BindBackward());
+XLA_FFI_DEFINE_HANDLER(kFfaBackwardAccumulateCpu, BackwardAccumulate, BindBackwardAccumulate());
 
 std::vector<Registration> CpuRegistrations() {
   return {{"magi_jax_ffa_forward", "cpu", kFfaForwardCpu},

@@ -7,10 +7,12 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/common/ffa_operands.h"
 #include "xla_ffi/common/registration.h"
+#include "xla_ffi/handlers/ffa_binding.h"
 #include "xla_ffi/kernels/sm80/kernels.h"
 #ifdef MAGI_JAX_WITH_SM90
 #include "xla_ffi/kernels/sm90/backward.h"
@@ -19,9 +21,6 @@
 
 namespace magi_jax {
 namespace {
-
-using Operand = ffi::AnyBuffer;
-using Result = ffi::Result<ffi::AnyBuffer>;
 
 // What the handlers need of a path. Scratch is a further result of the call.
 struct Sm80 {
@@ -223,77 +222,23 @@ ffi::Error BackwardAccumulate(cudaStream_t stream, Operand dout, Operand q, Oper
   return RunBackward<Path>(params, scratch, stream);
 }
 
-// Operands that all targets begin with, and what they end with.
-template <class Binding>
-auto BindTable(Binding&& binding) {
-  return std::move(binding)
-      .template Arg<Operand>()   // ptr
-      .template Arg<Operand>()   // runs
-      .template Arg<Operand>()   // ids
-      .template Arg<Operand>();  // order
-}
+auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>(); }
 
-auto BindForwardOperands() {
-  return BindTable(ffi::Ffi::Bind()
-                       .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                       .Arg<Operand>()    // q
-                       .Arg<Operand>()    // k
-                       .Arg<Operand>()    // v
-                       .Arg<Operand>());  // slices
+// Scratch is a further result.
+template <class Binding>
+auto BindForwardRest(Binding&& operands) {
+  return BindAttributes(BindForwardResults(std::move(operands)).RemainingRets());
 }
 
 template <class Binding>
-auto BindAttributes(Binding&& binding) {
-  return std::move(binding)
-      .template Attr<float>("scale")
-      .template Attr<float>("logits_soft_cap")
-      .template Attr<int32_t>("tile_size");
+auto BindBackwardRest(Binding&& operands) {
+  return BindAttributes(BindGradients(std::move(operands)).RemainingRets());
 }
 
-auto BindForward() {
-  return BindAttributes(BindForwardOperands()
-                            .Ret<Operand>()  // out
-                            .Ret<Operand>()  // lse
-                            .Ret<Operand>()  // row_max
-                            .RemainingRets());
-}
-
-auto BindForwardAccumulate() {
-  return BindAttributes(BindForwardOperands()
-                            .Arg<Operand>()  // out_in
-                            .Arg<Operand>()  // lse_in
-                            .Ret<Operand>()  // out
-                            .Ret<Operand>()  // lse
-                            .Ret<Operand>()  // row_max
-                            .RemainingRets());
-}
-
-auto BindBackwardOperands() {
-  return BindTable(BindTable(ffi::Ffi::Bind()
-                                 .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                 .Arg<Operand>()     // dout
-                                 .Arg<Operand>()     // q
-                                 .Arg<Operand>()     // k
-                                 .Arg<Operand>()     // v
-                                 .Arg<Operand>()     // lse
-                                 .Arg<Operand>()     // delta
-                                 .Arg<Operand>()));  // slices
-}
-
-template <class Binding>
-auto BindGradients(Binding&& binding) {
-  return BindAttributes(std::move(binding)
-                            .template Ret<Operand>()  // dq
-                            .template Ret<Operand>()  // dk
-                            .template Ret<Operand>()  // dv
-                            .RemainingRets());
-}
-
-auto BindBackward() { return BindGradients(BindBackwardOperands()); }
-
-auto BindBackwardAccumulate() {
-  return BindGradients(BindBackwardOperands().Arg<Operand>());  // dq_in
-}
+auto BindForward() { return BindForwardRest(BindForwardOperands(Bind())); }
+auto BindForwardAccumulate() { return BindForwardRest(BindForwardAccumulateOperands(Bind())); }
+auto BindBackward() { return BindBackwardRest(BindBackwardOperands(Bind())); }
+auto BindBackwardAccumulate() { return BindBackwardRest(BindBackwardAccumulateOperands(Bind())); }
 
 constexpr auto kRecordable = {ffi::Traits::kCmdBufferCompatible};
 
