@@ -31,6 +31,7 @@ from scaling.work import (
 )
 
 FAR = np.log(1.25)  # of a time from the fit to the others
+ENOUGH = 100  # timed pieces, for a fit that says what to time
 PEAK_TFLOPS = 989.0  # of an H100 or H200 in bfloat16
 
 
@@ -74,7 +75,9 @@ def prepare(args) -> dict[str, Order]:
     works, pieces, _ = all_work(args)
     # By an earlier run where it timed any of these: kernels may have changed, their order hardly.
     _, timed = read_times([path for path in args.kernels if path.exists()])
-    fitted = fit_to(timed, pieces)[0] if set(timed) & set(pieces) else first_fit()
+    here = [timed[key] for key in set(timed) & set(pieces)]
+    enough = all(sum(which in times for times in here) >= ENOUGH for which in FLOPS_PER_PAIR)
+    fitted = fit_to(timed, pieces)[0] if enough else first_fit()
     predicted = predict(pieces, fitted)
     steps = {}
     for (cp, mask, name), work in works.items():
