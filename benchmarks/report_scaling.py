@@ -15,13 +15,14 @@ def scaling(stored: dict) -> list[str]:
     lines = [
         f"Kernel calls were timed on {stored['kernels'][0]['device']} ({sources}):"
         f" {stored['timed_pieces']} of {stored['pieces']} different calls: of ours and of the others that"
-        " come within a tenth of the best other, those of all ranks that may be the slowest, one after the"
-        " other on a card that did not rest, as far as the time sufficed, those of most ranks first."
-        f" {stored.get('left_out', 0)} times that are off by more than a quarter from the fit to the others"
-        " were taken while the host was held up, and are left out. All other calls take the time of"
+        " come within a tenth of the best other those of the rank that should be the slowest, then of the"
+        " two slowest, and so on as far as the time sufficed; several visits each, on a card that did not"
+        f" rest. {stored.get('left_out', 0)} times that are off by more than a quarter from the fit to the"
+        " others were taken while the host was held up, and are left out. All other calls take the time of"
         " a fit to the timed ones, which is off by"
         f" {percent(errors['forward'][0])} (median) and {percent(errors['forward'][1])} (95th percentile)"
-        f" forward, {percent(errors['backward'][0])} and {percent(errors['backward'][1])} backward."
+        f" forward, {percent(errors['backward'][0])} and {percent(errors['backward'][1])} backward, scaled by"
+        " what the timed calls of the same step of the same strategy say of it."
         f" Links: {machine['near'] / 1e3:.0f} GB/s a GPU inside a node of {machine['node']},"
         f" {machine['far'] / 1e3:.0f} GB/s a GPU between nodes; {machine['near_latency_us']:.0f} and"
         f" {machine['far_latency_us']:.0f} us a transfer. `benchmarks/scaling/model.py` says what hides"
@@ -34,8 +35,7 @@ def scaling(stored: dict) -> list[str]:
         ' Alike is ours with the same: `DistOptions(reduce_dtype="bfloat16", keep_remote_kv=True)`, and'
         ' plans made ahead with `effort="high"` (seconds of a background worker).',
         "",
-        "What still favours the others: `hybrid` gives a rank up to 1.5 times the mean number of tokens, for"
-        " which the rest of a model would pay, and its gathers hide behind the level before.",
+        *fullest_ranks(stored["rows"]),
         "",
         *timed_shares(stored["rows"]),
         *(["", stored["note"]] if "note" in stored else []),
@@ -73,6 +73,17 @@ def compared(rows: list[dict], mask: str, cp: int, which: str) -> tuple[list[dic
     others = [row for name, row in here.items() if not name.startswith(OURS)]
     ours = [here[name] for name in (OURS, ALIKE) if name in here]
     return ours, max(others, key=lambda row: row[which])
+
+
+def fullest_ranks(rows: list[dict]) -> list[str]:
+    """What favours the hybrid strategy, with the most tokens that it gives a rank."""
+    most = [row["rows"] for row in rows if row["strategy"] == "hybrid" and "rows" in row]
+    often = f", {max(most)} here" if most else ""
+    return [
+        "What still favours the others: `hybrid` gives a rank up to 1.5 times the mean number of"
+        f" tokens{often}, for which the rest of a model would pay, and its gathers hide behind the level"
+        " before."
+    ]
 
 
 def timed_shares(rows: list[dict]) -> list[str]:

@@ -122,7 +122,7 @@ def simulate(args) -> None:
     rows = []
     for (cp, mask, name), work in works.items():
         times, timed_us = kernel_times(work, predicted, timed)
-        row: dict = {"cp": cp, "mask": mask, "strategy": name}
+        row: dict = {"cp": cp, "mask": mask, "strategy": name, "rows": work.rows}
         for which, step in step_us(name, work, times, cp, machine).items():
             flops = FLOPS_PER_PAIR[which] * areas[cp, mask] * NUM_HEADS * HEAD_DIM
             kernels = times.kernel_us(which)
