@@ -23,7 +23,7 @@ BLOCK = 192  # pieces between two looks at the pace of the card
 SLOW = 0.8  # of the fastest pace that was seen; what was timed below is timed again, or not used
 WARM_US = 250e3  # of calls before the first timed one of a block, which follows a pause
 VISITS = 3  # of which the medians count: a host that was held up, or a pace, differs between them
-LEAD_US, TIMED_US = 1e3, 1e3  # of calls of a piece in a visit, first untimed and then timed
+LEAD_US, TIMED_US = 5e2, 1e3  # of calls of a piece in a visit, first untimed and then timed
 LONG_US = 20e3  # a call that takes longer needs few before it, nor matters what the host adds to it
 
 
@@ -239,8 +239,7 @@ def _roomy(size: int) -> int:
 def mean_us(call: Callable) -> float:
     """Microseconds of a call among back-to-back ones, right after others that are not timed.
 
-    What the host takes to begin and to see the end is in one call as in many, and taken out; the least of
-    either, since a host that is held up only adds.
+    What the host takes to begin and to see the end is in one call as in many, and taken out.
     """
 
     def run(count: int) -> float:
@@ -254,13 +253,12 @@ def mean_us(call: Callable) -> float:
     if once > LONG_US:
         return run(1)
     run(max(int(LEAD_US / once), 1))
-    count = max(int(TIMED_US / run(1)), 1)
-    pairs = [(run(1), run(count + 1)) for _ in range(3)]
-    one, many = (min(total) for total in zip(*pairs, strict=True))
-    return (many - one) / count
+    count = max(int(TIMED_US / once), 1)
+    one = min(run(1), run(1))  # a host that is held up only adds
+    return (run(count + 1) - one) / count
 
 
 def call_seconds(us: float) -> float:
     """What it takes to time a call of so many microseconds."""
-    calls = 3 * us if us > LONG_US else LEAD_US + 3 * max(us, TIMED_US) + 6 * us
+    calls = 3 * us if us > LONG_US else max(us, LEAD_US) + max(us, TIMED_US) + 4 * us
     return VISITS * calls / 1e6
