@@ -62,7 +62,7 @@ class Implementation(abc.ABC):
                 as they are. In float32 results are merged; ``out`` may have the dtype of q where rows of
                 all other tiles have seen no key before, so that there is nothing to merge.
             out_dtype: float32 or the dtype of q, which is the default; with ``accumulate`` the dtype of
-                its ``out`` is the default, and the dtype of q ends a series of float32 results.
+                its ``out``.
             with_row_max: whether to return the largest logits too.
 
         Returns:
@@ -200,13 +200,11 @@ def check_accumulate(
             f"accumulate must be float32, out may have the dtype of q, {q.dtype}; got {out.dtype} and"
             f" {lse.dtype}"
         )
-    dtype = out.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    if dtype not in (out.dtype, q.dtype):
+    if out_dtype is not None and jnp.dtype(out_dtype) != out.dtype:
         raise ValueError(
-            f"what is added to accumulate has its dtype, {out.dtype}, or that of q, {q.dtype}; got"
-            f" out_dtype={out_dtype}"
+            f"what is added to accumulate has its dtype, {out.dtype}; got out_dtype={out_dtype}"
         )
-    return dtype
+    return out.dtype
 
 
 def check_accumulated_dq(accumulate: jax.Array | None, q: jax.Array) -> None:

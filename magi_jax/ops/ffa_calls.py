@@ -40,11 +40,8 @@ def forward(
     """Calls a forward target with ``q, k, v`` that are checked; see `Implementation.forward`."""
     q, k, v = tensors
     operands = mesh.unify_varying(q, k, v, table.slices, *table.by_query, *(accumulate or ()))
-    # What there is already is added to in place, but where it changes its dtype.
-    aliases = None
-    if accumulate is not None:
-        out, lse = len(operands) - 2, len(operands) - 1
-        aliases = {out: 0, lse: 1} if accumulate[0].dtype == out_dtype else {lse: 1}
+    # What there is already is added to in place.
+    aliases = None if accumulate is None else {len(operands) - 2: 0, len(operands) - 1: 1}
     rows, num_heads = q.shape[:2]
     results = (
         ((rows, num_heads, v.shape[2]), out_dtype),

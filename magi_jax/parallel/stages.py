@@ -67,9 +67,7 @@ class Stages:
         of_visitors: list[jax.Array] = []  # their largest logits
         visitors = travel.send((q,)) if travel else ()
         table = behind(remote.behind_start(plan.calc[0]), of_late_keys)
-        # Nothing is merged into what is the only result; late queries merge with none of theirs. Of several
-        # calls none ends in the dtype of q: it would convert tiles in which it sees no key one by one, which
-        # takes 1.6 us for 16 tokens of 64 heads, where one pass over the whole takes 0.2 us.
+        # Nothing is merged into what is the only result; late queries merge with none of theirs.
         is_final = not plan.comm and travel is None and sinks is None
         out_dtype = q.dtype if is_final else jnp.float32
         out, lse, *row_max = attend(q, k, v, table, out_dtype=out_dtype, **options)

@@ -13,28 +13,26 @@ from magi_jax.ops import get_implementation
 from magi_jax.plan.slice_table import build_table, exact_spec, slice_table
 from magi_jax.testing.hostile_values import Answer, check_answer
 
-# How the parts are cut, and the dtype of `out` after each; the last is that of the operands.
+# How the parts are cut.
 SLICES, TILES = "slices", "tiles of queries"
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What cases share: a frame of `fuzz_single`, the cut, and whether results are float32 first and last."""
+    """What cases share: a frame of `fuzz_single`, the cut, and whether results are float32."""
 
     frame: str
     cut: str
-    starts_in_float32: bool
-    ends_in_float32: bool = False
+    in_float32: bool
 
 
 PARTS = {
-    "parts_merged": Parts("square", SLICES, True, True),
-    "parts_ended": Parts("tiles", SLICES, True),
+    "parts_merged": Parts("square", SLICES, True),
+    "parts_of_tiles": Parts("tiles", SLICES, True),
     "parts_late": Parts("half", TILES, False),
 }
 GPU_PARTS = {
-    "gpu_parts_merged": Parts("gpu_square", SLICES, True, True),
-    "gpu_parts_ended": Parts("gpu_square", SLICES, True),
+    "gpu_parts_merged": Parts("gpu_square", SLICES, True),
     "gpu_parts_late": Parts("gpu_tall", TILES, False),
     "gpu_parts_late_wide": Parts("gpu_wide", TILES, False),
 }
@@ -46,12 +44,9 @@ def compute(tensors, dlse, tables, *, implementation, parts: Parts, cap: float):
     q, k, v, dout = tensors
     chosen = get_implementation(implementation)
     options = {"scale": q.shape[-1] ** -0.5, "logits_soft_cap": cap}
-    first, last = (
-        jnp.float32 if wide else q.dtype
-        for wide in (parts.starts_in_float32, parts.ends_in_float32)
-    )
-    partial = chosen.forward(q, k, v, tables[0], out_dtype=first, **options)
-    out, lse = chosen.forward(q, k, v, tables[1], accumulate=partial, out_dtype=last, **options)
+    out_dtype = jnp.float32 if parts.in_float32 else q.dtype
+    partial = chosen.forward(q, k, v, tables[0], out_dtype=out_dtype, **options)
+    out, lse = chosen.forward(q, k, v, tables[1], accumulate=partial, **options)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
     dq, keys = None, []
     for table in tables:

@@ -28,9 +28,8 @@ namespace {
 // What a problem file starts with; `device_sanitizers.py` writes the same.
 struct Header {
   Problem problem;
-  DType partial_dtype;  // of out, dk and dv
-  // 1: results are added to those of other calls in place, 2: `out` is made of float32 results.
-  int32_t accumulate;
+  DType partial_dtype;           // of out, dk and dv
+  int32_t accumulate;            // whether results are added to those of other calls
   int32_t row_max;               // forward: whether the largest logits are asked for
   int32_t backward;              // whether the backward pass runs too
   int32_t query_runs, key_runs;  // R of the two walks
@@ -148,15 +147,11 @@ void RunProblem(const std::string& path, std::istream* file, std::ostream* resul
 
   // Of the forward pass; not written before, but where it adds to them.
   const size_t out_bytes = rows * v_dim * partial;
-  const bool adds = header.accumulate != 0, in_place = header.accumulate == 1;
+  const bool adds = header.accumulate != 0;
   const Memory out(out_bytes), lse(rows * 4), row_max(header.row_max != 0 ? rows * 4 : 0);
-  const size_t other_bytes = header.accumulate == 2 ? rows * v_dim * 4 : 0;
-  const Memory other(other_bytes);
-  const void* const earlier = in_place ? out.as<void>() : other.as<void>();
   if (adds) {
     // An lse of -inf: nothing was seen before.
-    if (in_place) Check(cudaMemset(out.as<void>(), 0, out_bytes), "memset");
-    if (!in_place) Check(cudaMemset(other.as<void>(), 0, other_bytes), "memset");
+    Check(cudaMemset(out.as<void>(), 0, out_bytes), "memset");
     const std::vector<uint32_t> none(rows, 0xff800000u);
     Check(cudaMemcpy(lse.as<void>(), none.data(), rows * 4, cudaMemcpyHostToDevice), "memcpy");
   }
@@ -171,8 +166,7 @@ void RunProblem(const std::string& path, std::istream* file, std::ostream* resul
   forward.lse = lse.as<float>();
   forward.row_max = row_max.as<float>();
   forward.out_dtype = header.partial_dtype;
-  forward.earlier = adds ? earlier : nullptr;
-  forward.earlier_dtype = in_place ? header.partial_dtype : DType::kF32;
+  forward.accumulates = adds;
   RunForward(path, forward);
   Check(cudaDeviceSynchronize(), "forward");
   for (const Memory* result : {&out, &lse, &row_max}) result->WriteTo(results);

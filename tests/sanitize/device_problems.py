@@ -27,7 +27,7 @@ class Case:
     dtype: str = "bfloat16"
     cap: float = 0.0
     float32_results: bool = True
-    accumulate: int = 0  # 1: added to other results in place, 2: merged from float32 into the dtype
+    accumulate: bool = False  # added to other results
     row_max: bool = True
     backward: bool = True
     poison: bool = False
@@ -40,17 +40,15 @@ def cases() -> dict[str, Case]:
     blocks = masks.uniform_block_causal(np.array([200, 131]), 64)
     return {
         "causal": Case(masks.causal(300), float32_results=False),
-        "blocks_merged": Case(blocks, (4, 1, 128, 128), "float16", accumulate=1),
+        "blocks_merged": Case(blocks, (4, 1, 128, 128), "float16", accumulate=True),
         "late_in_place": Case(
             masks.causal(70, 90).shift(200, 100, 520, 300),
             (4, 2, 64, 64),
             float32_results=False,
-            accumulate=1,
+            accumulate=True,
             row_max=False,
         ),
-        "window_ended": Case(
-            masks.local(200, window=(60, 0)), (4, 1, 128, 128), float32_results=False, accumulate=2
-        ),
+        "window_merged": Case(masks.local(200, window=(60, 0)), (4, 1, 128, 128), accumulate=True),
         "poisoned_documents": Case(masks.varlen(documents, causal=True), poison=True),
         "capped_window": Case(masks.local(257, window=(70, 9)), (2, 2, 64, 64), cap=3.0),
         "short_documents": Case(

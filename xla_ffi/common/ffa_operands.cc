@@ -163,16 +163,14 @@ ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
 
 ffi::Error DecodeEarlier(ffi::AnyBuffer out_in, ffi::AnyBuffer lse_in, ForwardParams* params) {
   const Problem& problem = params->problem;
-  MAGI_JAX_RETURN_IF_ERROR(DecodeDType("out_in", out_in, &params->earlier_dtype));
-  const bool is_out = params->earlier_dtype == params->out_dtype;
-  if (!is_out && params->earlier_dtype != DType::kF32) {
-    return InvalidArgument("out_in must be float32 or have the dtype of out");
-  }
+  DType dtype;
+  MAGI_JAX_RETURN_IF_ERROR(DecodeDType("out_in", out_in, &dtype));
+  if (dtype != params->out_dtype) return InvalidArgument("out_in must have the dtype of out");
   MAGI_JAX_RETURN_IF_ERROR(CheckF32("lse_in", lse_in));
   MAGI_JAX_RETURN_IF_ERROR(
       CheckShape("out_in", out_in, {problem.q_len, problem.num_heads, problem.v_head_dim}));
   MAGI_JAX_RETURN_IF_ERROR(CheckShape("lse_in", lse_in, {problem.q_len, problem.num_heads}));
-  params->earlier = is_out ? params->out : out_in.untyped_data();
+  params->accumulates = true;
   return ffi::Error::Success();
 }
 

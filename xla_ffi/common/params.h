@@ -60,11 +60,9 @@ struct ForwardParams {
   // none; null: not wanted. Never merged into what was there.
   float* row_max;
   DType out_dtype;
-  // [T, N, Hv] what other calls gave, beside `lse`; null: nothing. Float32 results are merged;
-  // others are `out` itself, for tiles whose rows have seen no key before. Where it is `out`, tiles
-  // without runs are not written.
-  const void* earlier;
-  DType earlier_dtype;  // float32, or that of `out`
+  // `out` and `lse` hold what other calls gave. Float32 results are merged with it; others replace
+  // it, in tiles whose rows have seen no key before. Tiles without runs are not written.
+  bool accumulates;
 };
 
 struct BackwardParams {

@@ -111,7 +111,7 @@ ffi::Error ForwardAccumulate(ffi::ThreadPool pool, Operand q, Operand k, Operand
                                            {*out, *lse, *row_max}, &params));
     MAGI_JAX_RETURN_IF_ERROR(DecodeEarlier(out_in, lse_in, &params));
     MAGI_JAX_RETURN_IF_ERROR(DecodeTable({slices, {"by_query", ptr, runs, ids, order}}, &params));
-    if (params.earlier == params.out) Bring(out_in, *out);
+    Bring(out_in, *out);
     Bring(lse_in, *lse);
     return RunForward(params, pool);
   });

@@ -165,8 +165,7 @@ ffi::Error ForwardAccumulate(cudaStream_t stream, Operand q, Operand k, Operand 
       DecodeForward(q, k, v, {scale, logits_soft_cap, tile_size}, {*out, *lse, *row_max}, &params));
   MAGI_JAX_RETURN_IF_ERROR(DecodeEarlier(out_in, lse_in, &params));
   MAGI_JAX_RETURN_IF_ERROR(DecodeTable(slices, {"by_query", ptr, runs, ids, order}, &params));
-  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("out_in", params.earlier));
-  if (params.earlier == params.out) MAGI_JAX_RETURN_IF_ERROR(Bring(out_in, *out, stream));
+  MAGI_JAX_RETURN_IF_ERROR(Bring(out_in, *out, stream));
   MAGI_JAX_RETURN_IF_ERROR(Bring(lse_in, *lse, stream));
   return RunForward<Path>(params, scratch, stream);
 }

@@ -53,15 +53,14 @@ static int64_t ForwardScratchFloats(const Problem& problem) {
 static void StartRows(const ForwardParams& params, const Tile& tile, int32_t head,
                       const ForwardScratch& s) {
   const Problem& problem = params.problem;
-  if (params.earlier != nullptr) {
-    CopyTransposed(
-        {params.earlier, params.earlier_dtype, problem.num_heads, head, problem.v_head_dim},
-        tile.rows.begin, tile.size(), s.out);
+  if (params.accumulates) {
+    CopyTransposed({params.out, params.out_dtype, problem.num_heads, head, problem.v_head_dim},
+                   tile.rows.begin, tile.size(), s.out);
   } else {
     memset(s.out, 0, sizeof(float) * tile.panels * problem.v_head_dim * kPanel);
   }
   for (int32_t i = 0; i < tile.panels * kPanel; ++i) {
-    const bool has_part = params.earlier != nullptr && i < tile.size();
+    const bool has_part = params.accumulates && i < tile.size();
     const int64_t row = int64_t{tile.rows.begin} + i;
     const float lse = has_part ? params.lse[row * problem.num_heads + head] : -kInfinity;
     s.max[i] = lse * kLog2E;
@@ -146,7 +145,7 @@ static void ForwardTile(const ForwardParams& params, int32_t tile_index, int32_t
                         float* scratch) {
   const Problem& problem = params.problem;
   const int32_t* const runs = params.by_query.ptr + tile_index;
-  const bool keeps = params.earlier == params.out && runs[0] >= runs[1];
+  const bool keeps = params.accumulates && runs[0] >= runs[1];
   if (keeps && params.row_max == nullptr) return;
   Arena arena(scratch);
   const ForwardScratch s = ForwardScratch::Carve(problem, arena);

@@ -113,7 +113,7 @@ __device__ __forceinline__ void WriteRow(const ForwardParams& params, int64_t ro
   float lse = sum == 0.f ? -INFINITY : (max_log2 + log2f(sum)) * kLn2;
   if (poisoned) weight = NAN;
   float old_weight = 0.f;
-  const bool merges = params.earlier != nullptr && params.earlier_dtype == DType::kF32;
+  const bool merges = params.accumulates && params.out_dtype == DType::kF32;
   if (merges) {
     const float old = params.lse[row_head];
     const float top = fmaxf(old, lse);
@@ -130,8 +130,7 @@ __device__ __forceinline__ void WriteRow(const ForwardParams& params, int64_t ro
     const int64_t at = row_head * (C::kOTiles * 8) + n * 8 + Lane() % 4 * 2;
     float x = o[n][c0] * weight, y = o[n][c0 + 1] * weight;
     if (merges) {
-      const float2 old =
-          *reinterpret_cast<const float2*>(static_cast<const float*>(params.earlier) + at);
+      const float2 old = *reinterpret_cast<const float2*>(static_cast<float*>(params.out) + at);
       x += old.x * old_weight;
       y += old.y * old_weight;
     }
@@ -172,7 +171,7 @@ __global__ void __launch_bounds__(C::kThreads)
   const Logits logits(problem);
 
   Walk<C::kColumns> walk(table, rows.tile, problem.k_len);
-  const bool keeps = params.earlier == params.out && walk.Done();  // what other calls gave
+  const bool keeps = params.accumulates && walk.Done();  // what other calls gave
   if (keeps && params.row_max == nullptr) return;
   LoadRows<typename C::TileQ, C::kThreads>(q_at, q, rows.begin, rows.end);
   if (!walk.Done()) LoadRows<typename C::TileK, C::kThreads>(k_at, k, walk.begin, problem.k_len);

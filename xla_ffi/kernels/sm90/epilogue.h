@@ -67,15 +67,15 @@ struct Epilogue {
       results.lse_log2[row] = sum == 0.0f ? -INFINITY : top + Log2(sum);
       const RowPlace place(params, tile, row_in_tile + 8 * row);
       if (place.inside && threadIdx.x % 4 == 0) {
-        if (params.earlier == nullptr) params.lse[place.index] = results.lse_log2[row] * kLn2;
+        if (!params.merges) params.lse[place.index] = results.lse_log2[row] * kLn2;
         if (params.row_max != nullptr) params.row_max[place.index] = sum == sum ? top * kLn2 : sum;
       }
     }
     return results;
   }
 
-  // When the last product is done: outputs that hidden values spoiled are made again, what other
-  // calls gave is merged, and what is to be float32 is written.
+  // When the last product is done: outputs that hidden values spoiled are made again, and float32
+  // results are merged with what other calls gave, and written.
   static __device__ __forceinline__ void CloseOutputs(const KernelParams& params,
                                                       const TileNote& tile, int row_in_tile,
                                                       float scale_log2, RowResults& results,
@@ -84,27 +84,24 @@ struct Epilogue {
       RowsAgain<Traits>(params, tile, row_in_tile, scale_log2, results.lse_log2).Walk(o);
       results.weights[0] = results.weights[1] = 1.0f / RowsAgain<Traits>::kGain;
     }
-    if (params.earlier != nullptr) {
+    if (!params.out_is_f32) return;
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const RowPlace place(params, tile, row_in_tile + 8 * row);
-        Merge(params, place, row, results.weights[row], results.lse_log2[row] * kLn2, o);
-      }
-    } else if (params.out_is_f32) {
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const RowPlace place(params, tile, row_in_tile + 8 * row);
-        float* out = static_cast<float*>(params.out) + place.index * Traits::kVHeadDim;
-        StoreFloats(out, place.inside, row, results.weights[row], o);
-      }
+    for (int row = 0; row < 2; ++row) {
+      const RowPlace place(params, tile, row_in_tile + 8 * row);
+      Shares shares = {1.0f, 0.0f};
+      if (params.merges) shares = Merge(params, place, results.lse_log2[row] * kLn2);
+      float* out = static_cast<float*>(params.out) + place.index * Traits::kVHeadDim;
+      const bool adds = params.merges && place.inside;
+      const float weight = results.weights[row] * shares.added;
+      StoreFloats(out, place.inside, adds, row, weight, shares.earlier, o);
     }
   }
 
-  // Writes outputs in the type of the operands, unless they were merged and are written.
+  // Writes outputs in the type of the operands; float32 ones are written already.
   static __device__ __forceinline__ void Store(const KernelParams& params, const TileNote& tile,
                                                int row_in_tile, const RowResults& results,
                                                const float (&o)[kCount]) {
-    if (params.out_is_f32 || params.earlier != nullptr) return;
+    if (params.out_is_f32) return;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const RowPlace place(params, tile, row_in_tile + 8 * row);
@@ -142,80 +139,57 @@ struct Epilogue {
     return __any_sync(0xFFFFFFFF, spoiled);
   }
 
+  // Writes 16 columns at a time, of which each thread has two of the left half and two of the
+  // right.
   static __device__ __forceinline__ void StoreElements(Element* out, bool inside, int row,
                                                        float weight, const float (&o)[kCount]) {
+    // Neighbours trade words until each has four columns: a quad then fills a sector of 32 bytes.
+    const bool odd = threadIdx.x & 1;
+    uint2* destination = reinterpret_cast<uint2*>(out) + (threadIdx.x % 4 / 2 + (odd ? 2 : 0));
 #pragma unroll
     for (int group = 0; group < kCount / 8; ++group) {
       const int i = 8 * group + 2 * row;
       const uint32_t left = Pack(o[i] * weight, o[i + 1] * weight, Element{});
       const uint32_t right = Pack(o[i + 4] * weight, o[i + 5] * weight, Element{});
-      StoreGroup(out, inside, group, left, right);
+      const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, odd ? left : right, 1);
+      StorePair(destination + 4 * group, odd ? other : left, odd ? right : other, inside);
     }
   }
 
-  // Writes 16 columns, of which each thread has two of the left half and two of the right.
-  static __device__ __forceinline__ void StoreGroup(Element* out, bool inside, int group,
-                                                    uint32_t left, uint32_t right) {
-    // Neighbours trade words until each has four columns: a quad then fills a sector of 32 bytes.
-    const bool odd = threadIdx.x & 1;
-    uint2* destination = reinterpret_cast<uint2*>(out) + (threadIdx.x % 4 / 2 + (odd ? 2 : 0));
-    const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, odd ? left : right, 1);
-    StorePair(destination + 4 * group, odd ? other : left, odd ? right : other, inside);
-  }
-
-  static __device__ __forceinline__ void StoreFloats(float* out, bool inside, int row, float weight,
+  // Writes a row; if it `adds`, together with `earlier` times what is there.
+  static __device__ __forceinline__ void StoreFloats(float* out, bool inside, bool adds, int row,
+                                                     float weight, float earlier,
                                                      const float (&o)[kCount]) {
     float2* destination = reinterpret_cast<float2*>(out) + threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       const int i = 4 * j + 2 * row;
-      if (inside) destination[4 * j] = make_float2(o[i] * weight, o[i + 1] * weight);
+      const float2 there = adds ? destination[4 * j] : float2{};
+      const float2 columns = make_float2(fmaf(there.x, earlier, o[i] * weight),
+                                         fmaf(there.y, earlier, o[i + 1] * weight));
+      if (inside) destination[4 * j] = columns;
     }
   }
 
-  // Normalises a row, merges it with that of other keys, and writes it.
-  static __device__ __forceinline__ void Merge(const KernelParams& params, const RowPlace& place,
-                                               int row, float weight, float lse,
-                                               const float (&o)[kCount]) {
+  // What a row of this call and what was there before count for in their sum.
+  struct Shares {
+    float added, earlier;
+  };
+
+  // Merges the lse of a row with that of other keys.
+  static __device__ __forceinline__ Shares Merge(const KernelParams& params, const RowPlace& place,
+                                                 float lse) {
     const auto& [index, inside] = place;
     const float earlier_lse = inside ? params.lse[index] : -INFINITY;
     __syncwarp();  // every thread of the quad has read lse before one of them overwrites it
     const float top = fmaxf(earlier_lse, lse);
     const float base = top == -INFINITY ? 0.0f : top;
-    const float earlier_share = Exp2((earlier_lse - base) * kLog2e),
-                share = Exp2((lse - base) * kLog2e);
-    const float total = earlier_share + share;
+    const float earlier = Exp2((earlier_lse - base) * kLog2e), added = Exp2((lse - base) * kLog2e);
+    const float total = earlier + added;
     const float inverse = total == 0.0f ? 0.0f : Reciprocal(total);
-    weight *= share * inverse;
-    const float earlier_weight = earlier_share * inverse;
     if (inside && threadIdx.x % 4 == 0)
       params.lse[index] = total == 0.0f ? -INFINITY : base + Log2(total) * kLn2;
-    const float2* const source =
-        reinterpret_cast<const float2*>(params.earlier + index * Traits::kVHeadDim) +
-        threadIdx.x % 4;
-    const auto merged = [&](int j) {  // of columns 8 * j and on
-      const int i = 4 * j + 2 * row;
-      const float2 earlier = inside ? source[4 * j] : float2{};
-      return make_float2(fmaf(earlier.x, earlier_weight, o[i] * weight),
-                         fmaf(earlier.y, earlier_weight, o[i + 1] * weight));
-    };
-    if (params.out_is_f32) {
-      auto* const out = static_cast<float*>(params.out) + index * Traits::kVHeadDim;
-      float2* const destination = reinterpret_cast<float2*>(out) + threadIdx.x % 4;
-#pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) {
-        const float2 columns = merged(j);
-        if (inside) destination[4 * j] = columns;
-      }
-    } else {
-      auto* const out = static_cast<Element*>(params.out) + index * Traits::kVHeadDim;
-#pragma unroll
-      for (int group = 0; group < kCount / 8; ++group) {
-        const float2 left = merged(2 * group), right = merged(2 * group + 1);
-        StoreGroup(out, inside, group, Pack(left.x, left.y, Element{}),
-                   Pack(right.x, right.y, Element{}));
-      }
-    }
+    return {added * inverse, earlier * inverse};
   }
 };
 

@@ -88,9 +88,8 @@ KernelParams MakeKernelParams(const ForwardParams& forward) {
   params.scale = problem.scale;
   params.move_threshold = forward.row_max == nullptr ? kMoveThreshold : 0.0f;
   params.out_is_f32 = forward.out_dtype == DType::kF32;
-  params.keeps_empty = forward.earlier == forward.out;
-  const bool merges = forward.earlier != nullptr && forward.earlier_dtype == DType::kF32;
-  params.earlier = merges ? static_cast<const float*>(forward.earlier) : nullptr;
+  params.accumulates = forward.accumulates;
+  params.merges = forward.accumulates && params.out_is_f32;
   const float cap = problem.logits_soft_cap;
   params.transform = NeedsTransform(problem);
   params.transform_scale =

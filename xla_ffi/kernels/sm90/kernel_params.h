@@ -137,9 +137,9 @@ struct KernelParams {
   float scale;
   float move_threshold;  // growth of a row's maximum that moves its reference, in powers of two
   bool out_is_f32;
-  bool keeps_empty;      // tiles without keys are not written
-  const float* earlier;  // what `out` is merged with, as `lse`; null: nothing
-  bool transform;        // logits need TransformLogits, with
+  bool accumulates;  // `out` and `lse` hold what other calls gave, which tiles without keys keep
+  bool merges;       // and others are merged with, in float32
+  bool transform;    // logits need TransformLogits, with
   float transform_scale,
       cap_log2;  // 2 log2(e) scale / cap and cap log2(e); uncapped, log2(e) scale and 0
 

@@ -59,7 +59,7 @@ struct Walker {
     while (scheduler.HasWork(params)) {
       scheduler.Request(params);
       tile = DecodeWork(params, scheduler.work, tokens_per_tile);
-      if (params.keeps_empty && params.row_max == nullptr && HasNoRuns()) {
+      if (params.accumulates && params.row_max == nullptr && HasNoRuns()) {
         scheduler.LeaveSection(params);  // tiles are ordered by their work
       } else if (tile.token < params.q_len) {
         last_token = min(tile.token + tokens_per_tile, params.q_len) - 1;
@@ -80,7 +80,7 @@ struct Walker {
 
   __device__ void WalkTile() {
     has_note = false;
-    if (params.earlier != nullptr) PrefetchEarlier();
+    if (params.merges) PrefetchEarlier();
     const int first_run = max(params.by_query.ptr[tile.table_tile], 0);
     const int end_run = min(params.by_query.ptr[tile.table_tile + 1], params.by_query.num_runs);
     for (int r = first_run; r < end_run; ++r) WalkRun(params.by_query.runs[r]);
@@ -180,33 +180,18 @@ struct Walker {
     const uint32_t bytes = Traits::kVHeadDim * sizeof(float) << params.pack_log2;
     for (int row = tile.token + lane; row <= last_token; row += 32) {
       const int64_t index = static_cast<int64_t>(row) * params.num_heads + tile.head;
-      PrefetchBulk(params.earlier + index * Traits::kVHeadDim, bytes);
+      PrefetchBulk(static_cast<const float*>(params.out) + index * Traits::kVHeadDim, bytes);
     }
   }
 
-  // Rows that see no key at all: out = 0, lse = -inf, or what was there before.
+  // Rows that see no key at all: out = 0 and lse = -inf, unless they hold what other calls gave.
   __device__ void WriteEmptyTile() {
     const int pack = 1 << params.pack_log2;
     const int words =
         Traits::kVHeadDim * (params.out_is_f32 ? 4 : 2) / 16 * pack;  // of 16 bytes, per token
     const int row_words = words / pack * params.num_heads;
-    if (params.row_max == nullptr && params.earlier == nullptr) {
-      if (!params.keeps_empty) ClearTile(words, row_words);
-      return;
-    }
-    for (int row = tile.token; row <= last_token; ++row) {
-      const int64_t index = static_cast<int64_t>(row) * params.num_heads + tile.head;
-      if (params.row_max != nullptr && lane < pack) params.row_max[index + lane] = -INFINITY;
-      if (params.keeps_empty) continue;
-      if (params.earlier != nullptr) {
-        ConvertRow(index);
-        continue;
-      }
-      uint4* out = static_cast<uint4*>(params.out) + static_cast<int64_t>(row) * row_words +
-                   words / pack * tile.head;
-      for (int i = lane; i < words; i += 32) out[i] = make_uint4(0, 0, 0, 0);
-      if (lane < pack) params.lse[index + lane] = -INFINITY;
-    }
+    if (!params.accumulates) ClearTile(words, row_words);
+    if (params.row_max != nullptr) FillRows(params.row_max);
   }
 
   // Stores that follow each other closely: other warps have nothing to do meanwhile.
@@ -221,23 +206,16 @@ struct Walker {
         out[static_cast<int64_t>(row) * row_words + i] = make_uint4(0, 0, 0, 0);
       }
     }
-    float* const lse = params.lse + static_cast<int64_t>(tile.token) * params.num_heads + tile.head;
-    for (int i = lane; i < count * pack; i += 32) {
-      lse[static_cast<int64_t>(i >> params.pack_log2) * params.num_heads + (i & (pack - 1))] =
-          -INFINITY;
-    }
+    FillRows(params.lse);
   }
 
-  // Brings the heads of a token that see no key here to the type of `out`; their lse stays.
-  __device__ __forceinline__ void ConvertRow(int64_t index) const {
-    using Element = typename Traits::Element;
-    const int64_t at = index * Traits::kVHeadDim;
-    const auto* from = reinterpret_cast<const float4*>(params.earlier + at);
-    auto* to = reinterpret_cast<uint2*>(static_cast<Element*>(params.out) + at);
-    const int words = Traits::kVHeadDim / 4 << params.pack_log2;
-    for (int i = lane; i < words; i += 32) {
-      const float4 x = from[i];
-      to[i] = make_uint2(Pack(x.x, x.y, Element{}), Pack(x.z, x.w, Element{}));
+  // The tile's rows of `[T, N]`: -inf.
+  __device__ __forceinline__ void FillRows(float* rows) const {
+    const int pack = 1 << params.pack_log2;
+    rows += static_cast<int64_t>(tile.token) * params.num_heads + tile.head;
+    for (int i = lane; i < (last_token - tile.token + 1) * pack; i += 32) {
+      rows[static_cast<int64_t>(i >> params.pack_log2) * params.num_heads + (i & (pack - 1))] =
+          -INFINITY;
     }
   }
 };
