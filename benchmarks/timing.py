@@ -80,6 +80,15 @@ def steady_seconds(
     return statistics.median(run(budget_s / 5) for _ in range(rounds))
 
 
+def mean_seconds(call: Callable[[], Any], wait: Callable[[Any], Any], count: int) -> float:
+    """Time of a call among ``count`` back-to-back ones, in seconds; see `seconds`."""
+    start = time.perf_counter()
+    for _ in range(count):
+        result = call()
+    wait(result)
+    return (time.perf_counter() - start) / count
+
+
 def _agreed(count: int) -> int:
     """The number of the first process: calls that wait for each other must be as many in all."""
     if jax.process_count() == 1:
