@@ -12,9 +12,9 @@ def kernels(stored: dict) -> list[str]:
         " the ratio. The matrix product of 8192 beside them ran at"
         f" {span(row['matmul'] for row in stored['rows'])} TFLOP/s. FlashAttention 3 and 4 and"
         " MagiAttention's kernels cannot be called from JAX and did not run beside these;"
-        " [Kernel notes](kernel_notes.md) has their figures of an earlier run on such a card. Ours and the peers"
-        " took turns, calls back to back in each, so at a pace that the card keeps up; passes"
-        " that take less than about a millisecond are repeated inside one program, ours and peers alike.",
+        " [Kernel notes](kernel_notes.md) has their figures of an earlier run on such a card. Ours and"
+        " the peers took turns, calls back to back in each, at a pace that the card keeps up; passes that"
+        " take less than about a millisecond are repeated inside one program, ours and peers alike.",
         *(["", stored["note"]] if "note" in stored else []),
     ]
     behind = []
