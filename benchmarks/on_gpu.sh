@@ -59,7 +59,7 @@ fi
     rm "$pieces"
     run scaling simulate $simulated --kernels "$folder/scaling_kernels.json" \
         --out "$folder/scaling.json" --pictures "$folder/pictures"
-    if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then
+    if [ "$(python3 -c 'import jax; print(len(jax.devices()))')" -gt 1 ]; then
         run scaling check $checked --json "$folder/scaling_check.json"
     fi
     run recompilation.py $packings --heads 64 8 --head-dim 128 --dtype bfloat16 \
