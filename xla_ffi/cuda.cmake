@@ -149,7 +149,7 @@ endif()
 
 # --- Group collectives: small kernels, for every architecture.
 
-foreach(stem cast reduce)
+foreach(stem cast own_rows push reduce)
   add_cuda_object(comm_${stem} "${CMAKE_CURRENT_SOURCE_DIR}/xla_ffi/comm/${stem}.cu" ${architectures})
 endforeach()
 

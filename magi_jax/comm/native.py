@@ -150,6 +150,7 @@ class NativeCalls:
             "cp_size": spec.cp_size,
             "src_rows": spec.src_rows,
             "dst_rows": spec.dst_rows,
+            "self_rows": spec.self_rows,
             "beside": call.beside,
         }
         start = jax.ffi.ffi_call(ffi.target(call.target), types, vmap_method="sequential")

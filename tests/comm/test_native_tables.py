@@ -146,7 +146,8 @@ def test_calls_of_a_program_and_of_its_derivative():
     assert f"-> ({sums})" in calls["magi_jax_group_reduce_sum"]
     assert "pool = 7 : i32" in calls["magi_jax_group_cast"]
     assert "pool = 8 : i32" in calls["magi_jax_group_reduce_sum"]
-    for name, value in {"beside": 0, "cp_size": 4, "src_rows": SRC_ROWS}.items():
+    attributes = {"beside": 0, "cp_size": 4, "src_rows": SRC_ROWS, "self_rows": comm.self_rows}
+    for name, value in attributes.items():
         assert all(f"{name} = {value} : i32" in call for call in calls.values())
 
 

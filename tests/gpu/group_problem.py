@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 # Cases of `symmetric_memory`; a MiB holds what the tests move.
 PLACEMENTS = {"direct": {}, "staged": {"placement": "staged", "staging_bytes": 1 << 20}}
+# With so many blocks casts write to their peers instead of reading from them.
+WAYS: dict[str, dict] = PLACEMENTS | {"pushed": {"num_blocks": 16}}
 
 
 def mesh_of(cp_size: int) -> Mesh:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from group_problem import PLACEMENTS, in_both_ways, mesh_of, normal, sharded
+from group_problem import PLACEMENTS, WAYS, in_both_ways, mesh_of, normal, sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from transfers import DST_ROWS, SRC_ROWS, numpy_cast, numpy_reduce, padded, random_comm
@@ -18,14 +18,16 @@ from magi_jax.plan import CommMeta, PlanConfig, make_plan
 SIZES = [size for size in (2, 4, 8) if size <= jax.device_count()]
 sizes = pytest.mark.parametrize("cp_size", SIZES)
 placements = pytest.mark.parametrize("placement", PLACEMENTS)
+ways = pytest.mark.parametrize("placement", WAYS)
+within_a_process = pytest.mark.parametrize("placement", ["direct", "pushed"])
 
 
 def open_memory(mesh, placement="direct", timeout_s=30.0):
-    return symmetric_memory(mesh, "cp", timeout_s=timeout_s, **PLACEMENTS[placement])
+    return symmetric_memory(mesh, "cp", timeout_s=timeout_s, **WAYS[placement])
 
 
 @sizes
-@placements
+@ways
 @pytest.mark.parametrize("with_self", [False, True])
 def test_same_bits_as_the_portable_transport(cp_size, with_self, placement, rng):
     def both(transport, comm, x, y):
@@ -122,7 +124,7 @@ def test_lse_merge_and_its_gradients(cp_size, rng):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-@placements
+@ways
 def test_a_thousand_plans_in_a_row(placement, rng):
     """One program, a new table each time, results checked on the device; nothing grows."""
     cp_size = SIZES[-1]
@@ -149,7 +151,8 @@ def test_a_thousand_plans_in_a_row(placement, rng):
         assert np.ptp(np.array(in_use[1:]), axis=0).max() < 1 << 20
 
 
-def test_a_peer_that_never_comes_is_named(rng):
+@within_a_process
+def test_a_peer_that_never_comes_is_named(placement, rng):
     """Rank 0 waits for one that makes no call: NaN, then an error with rank and call."""
     mesh = mesh_of(2)
     comm = padded(random_comm(rng, 2))
@@ -160,7 +163,7 @@ def test_a_peer_that_never_comes_is_named(rng):
         nothing = lambda x: jnp.zeros((DST_ROWS, *x.shape[1:])) + x[0, 0]  # noqa: E731
         return jax.lax.cond(alone, cast, nothing, x)
 
-    with open_memory(mesh, timeout_s=0.5) as memory:
+    with open_memory(mesh, placement, timeout_s=0.5) as memory:
         x = normal(rng, 2, SRC_ROWS, 8)
         moved = sharded(one_sided, mesh)(comm, x)
         assert np.isnan(moved[0]).all()
@@ -171,20 +174,22 @@ def test_a_peer_that_never_comes_is_named(rng):
             jax.block_until_ready(sharded(one_sided, mesh)(comm, x))
 
 
-def test_plans_that_differ_are_caught(rng):
+@within_a_process
+def test_plans_that_differ_are_caught(placement, rng):
     mesh = mesh_of(2)
     comm = padded(random_comm(rng, 2))
     other = padded(random_comm(rng, 2))
     tables = ((comm.send, other.send), (comm.recv, other.recv))
     mixed = CommMeta(*(np.stack([mine[0], theirs[1]]) for mine, theirs in tables), comm.spec)
-    with open_memory(mesh, timeout_s=10) as memory:
+    with open_memory(mesh, placement, timeout_s=10) as memory:
         cast = sharded(lambda c, x: group_cast(x, c, "cp", transport=memory.transport), mesh)
         moved = cast(mixed, normal(rng, 2, SRC_ROWS, 8))
         assert np.isnan(moved).all()
         assert "has a plan that differs from this rank's" in memory.failure()
 
 
-def test_damaged_tables_stay_inside_the_buffers(rng):
+@within_a_process
+def test_damaged_tables_stay_inside_the_buffers(placement, rng):
     """The same random bytes at both ends: wrong rows or none, no fault, and the card lives on."""
     mesh = mesh_of(2)
     comm = padded(random_comm(rng, 2))
@@ -197,7 +202,7 @@ def test_damaged_tables_stay_inside_the_buffers(rng):
             table[..., 0] = rng.integers(0, 2, table.shape[:2])
             table[0, :, 0], table[1, :, 0] = 1, 0
             hostile = CommMeta(table, table, comm.spec)
-            with open_memory(mesh, timeout_s=10) as memory:
+            with open_memory(mesh, placement, timeout_s=10) as memory:
 
                 def both(comm, x, y, t=memory.transport):
                     cast = group_cast(x, comm, "cp", transport=t)

@@ -55,10 +55,16 @@ __device__ void ForEachRow(const PieceTable& table, const Extents& extents, Ente
 }
 
 struct CastMap {
-  __device__ static void Clear(const Meeting&, const RowMap& map) { Set(map.row_of, map.rows, -1); }
-  __device__ static void Fill(const Meeting& meeting, const RowMap& map) {
-    ForEachRow(meeting.recv, meeting.extents,
-               [&](const Piece& piece, int32_t offset) { EnterCast(piece, offset, map); });
+  __device__ static void Clear(const Meeting&, const RowMap& map) {
+    Set(map.row_of, map.rows, kNobody);
+  }
+  __device__ static void Fill(const Meeting& meeting, const Move& move) {
+    const RowMap& map = move.map;
+    ForEachRow(meeting.recv, meeting.extents, [&](const Piece& piece, int32_t offset) {
+      EnterCast(piece, offset, map);
+      const bool stays = move.own_rows > 0 && piece.peer == meeting.rank;
+      if (stays) map.row_of[piece.dst_row + offset] = kElsewhere;
+    });
   }
 };
 
@@ -66,7 +72,8 @@ struct ReduceMap {
   __device__ static void Clear(const Meeting& meeting, const RowMap& map) {
     Set(map.seen, int64_t{SeenWords(meeting.extents.cp_size)} * map.rows, 0u);
   }
-  __device__ static void Fill(const Meeting& meeting, const RowMap& map) {
+  __device__ static void Fill(const Meeting& meeting, const Move& move) {
+    const RowMap& map = move.map;
     ForEachRow(meeting.send, meeting.extents, [&](const Piece& piece, int32_t offset) {
       const uint32_t bit = EnterReduce(piece, offset, map);
       atomicOr(&map.seen[SeenIndex(piece, offset, map)], bit);
@@ -88,7 +95,7 @@ __device__ void RunCall(const Meeting& meeting, const Move& move, CallShared& sh
   Map::Clear(meeting, move.map);
   Arrive(meeting);
   AwaitBlocks(meeting, 1);
-  Map::Fill(meeting, move.map);
+  Map::Fill(meeting, move);
   if (blockIdx.x == 0) Enter(meeting, shared.digests);
   Arrive(meeting);
   AwaitBlocks(meeting, 2);

@@ -21,11 +21,13 @@ __device__ void CastLeaf(const Leaf& leaf, const Sources& sources, const RowMap&
   auto* result = static_cast<Vector*>(leaf.result);
   ForEachChunk<kUnroll>(per_row * map.rows, [&](const auto& index, const auto& valid) {
     const Vector* from[kUnroll];
+    bool writes[kUnroll];
     Vector values[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const uint32_t row = index[u] / per_row, column = index[u] - row * per_row;
-      const int32_t peer = valid[u] ? map.row_of[row] : -1;
+      const int32_t peer = valid[u] ? map.row_of[row] : kElsewhere;
+      writes[u] = peer != kElsewhere;
       const int32_t source = map.row_of[int64_t{map.rows} + row];
       from[u] = peer < 0 ? nullptr : sources.Row<Vector>(peer, source, leaf.row_bytes) + column;
     }
@@ -36,7 +38,7 @@ __device__ void CastLeaf(const Leaf& leaf, const Sources& sources, const RowMap&
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (valid[u]) result[index[u]] = values[u];
+      if (writes[u]) result[index[u]] = values[u];
     }
   });
 }
@@ -53,7 +55,7 @@ __device__ void CastLeaves(const Meeting& meeting, const Move& move, Sources& so
                            CopyRing& ring) {
   for (int i = 0; i < move.num_leaves; ++i) {
     const Leaf& leaf = move.leaves[i];
-    sources.Fill(meeting, leaf, i);
+    sources.Fill(meeting, leaf.operand, i);
     if (IsStreamed(move, leaf)) {
       CopyLeaf(leaf, sources, move.map, ring);
     } else if (leaf.row_bytes % 16 == 0) {
@@ -114,6 +116,8 @@ cudaError_t LoadKernels(bool stream) {
   cudaFuncAttributes attributes;
   if (cudaError_t error = cudaFuncGetAttributes(&attributes, AwaitStartKernel)) return error;
   if (cudaError_t error = LoadKernel(CastKernel, stream)) return error;
+  if (cudaError_t error = LoadOwnRowsKernel()) return error;
+  if (cudaError_t error = LoadPushKernel(stream)) return error;
   return LoadReduceKernels(stream);
 }
 

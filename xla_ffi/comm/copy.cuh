@@ -49,8 +49,8 @@ class CopyRing {
     __syncwarp();
   }
 
-  // Fills `result`, rows of `shape`. `source(row)` gives the peer of a row (-1: zeros) and its row
-  // there, `address(peer, row)` where that is.
+  // Fills `result`, rows of `shape`. `source(row)` gives the peer of a row (kNobody: zeros;
+  // kElsewhere: it is left alone) and its row there, `address(peer, row)` where that is.
   template <class Source, class Address>
   __device__ void Copy(const CopyShape& shape, char* result, Source source, Address address) {
     if (threadIdx.x / 32 >= kCopyWarps) return;
@@ -85,7 +85,7 @@ class CopyRing {
     const uint32_t begin = slot_number % shape.segments * kCopySlotBytes;
     const uint32_t bytes = min(shape.row_bytes - begin, uint32_t{kCopySlotBytes});
     const bool valid = lane < shape.group_rows && row < shape.rows;
-    const int2 from = valid ? source(row) : int2{-1, 0};  // peer, row
+    const int2 from = valid ? source(row) : int2{kElsewhere, 0};  // peer, row
     const int32_t peer_before = __shfl_up_sync(~0u, from.x, 1);
     const int32_t row_before = __shfl_up_sync(~0u, from.y, 1);
     const bool starts =
@@ -105,7 +105,7 @@ class CopyRing {
     if (run.bytes > 0) {
       BulkLoad(slots_ + run.offset, address(from.x, from.y) + begin, run.bytes, barrier);
     }
-    for (uint32_t zeros = __ballot_sync(~0u, valid && from.x < 0); zeros != 0; zeros &= zeros - 1) {
+    for (uint32_t zeros = __ballot_sync(~0u, from.x == kNobody); zeros != 0; zeros &= zeros - 1) {
       const uint32_t other = __ffs(static_cast<int>(zeros)) - 1;
       auto* empty = reinterpret_cast<uint4*>(to + (int64_t{other} - lane) * shape.row_bytes);
       for (uint32_t k = lane; k < bytes / 16; k += 32) empty[k] = uint4{};

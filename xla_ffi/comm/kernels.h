@@ -11,6 +11,11 @@
 namespace magi_jax::comm {
 
 cudaError_t Cast(const Meeting& meeting, const Move& move, cudaStream_t stream);
+// The rows that stay on this rank, which Cast leaves out where `move.own_rows` is not 0.
+cudaError_t CopyOwnRows(const Meeting& meeting, const Move& move, cudaStream_t stream);
+// Cast as above, by writing to the results of the peers. For rows of whole vectors of 16 bytes,
+// where `move.stream`, and atomics reach all peers.
+cudaError_t Push(const Meeting& meeting, const Move& move, cudaStream_t stream);
 cudaError_t ReduceSum(const Meeting& meeting, const Move& move, cudaStream_t stream);
 // Leaves: out [rows, heads, row_elements / heads], lse [rows, heads] float32.
 cudaError_t ReduceLse(const Meeting& meeting, const Move& move, cudaStream_t stream);
@@ -26,6 +31,8 @@ cudaError_t CanStreamRows(int device, bool* can);
 // Loads the kernels on the current device. What is not loaded yet would be when first launched,
 // which may wait for the device while its kernels wait for a peer.
 cudaError_t LoadKernels(bool stream);
+cudaError_t LoadOwnRowsKernel();
+cudaError_t LoadPushKernel(bool stream);
 cudaError_t LoadReduceKernels(bool stream);
 cudaError_t LoadKernel(void (*kernel)(Meeting, Move), bool stream);
 

@@ -127,6 +127,28 @@ __device__ inline void Enter(const Meeting& meeting, Digests& digests) {
   TellGivenUp(meeting);
 }
 
+// Takes the right to write to the results of all peers in this call, after Enter. A peer that has
+// given up meanwhile has taken it back for ever.
+__device__ inline void TakeLeases(const Meeting& meeting) {
+  if (IsBroken(meeting)) return;
+  ForEachPeer(meeting, [&](int peer) {
+    if (Exchange(&meeting.outbox[peer]->lease, meeting.call) != kRevoked) return;
+    Fail(meeting, Failure::kGaveUp, peer);
+  });
+  TellGivenUp(meeting);
+}
+
+// Takes that right back from all peers when this rank gives up. One that has it in this call is
+// writing, waits for nobody and will soon have left, or gives up before it writes.
+__device__ inline void RevokeLeases(const Meeting& meeting) {
+  ForEachPeer(meeting, [&](int peer) {
+    Mailbox& mailbox = meeting.inbox[peer];
+    if (Exchange(&mailbox.lease, kRevoked) != meeting.call) return;
+    Await(&mailbox.left, mailbox, meeting, Failure::kNeverLeft);
+  });
+  __syncthreads();
+}
+
 // NaN in every floating dtype; true for booleans, whose bytes must be 0 or 1.
 __device__ inline void Poison(const Leaf& leaf) {
   auto* bytes = static_cast<uint8_t*>(leaf.result);
@@ -134,7 +156,8 @@ __device__ inline void Poison(const Leaf& leaf) {
   for (int64_t i = threadIdx.x; i < leaf.result_bytes; i += blockDim.x) bytes[i] = value;
 }
 
-// Waits until no peer reads this rank's operands; after a failure, overwrites all results.
+// Waits until no peer reads this rank's operands, or writes to its results; after a failure,
+// overwrites all results.
 __device__ inline void Leave(const Meeting& meeting, const Move& move) {
   if (!IsBroken(meeting)) {
     ForEachPeer(meeting,
@@ -147,6 +170,7 @@ __device__ inline void Leave(const Meeting& meeting, const Move& move) {
   }
   __syncthreads();
   if (!IsBroken(meeting)) return;
+  if (meeting.pushes) RevokeLeases(meeting);
   for (int i = 0; i < move.num_leaves; ++i) Poison(move.leaves[i]);
 }
 

@@ -16,14 +16,19 @@ constexpr int kMaxRanks = 1024;
 // One direction between two ranks: lies in the memory of the reader, written by the other alone.
 // A call is known by its number in the sequence of the pool's calls, the first is 1.
 struct alignas(128) Mailbox {
-  uint64_t addresses[kMaxLeaves];  // where the writer's operands are, see Meeting::bases
+  uint64_t addresses[kMaxLeaves];  // where the writer's arrays are, see Meeting::bases
   uint64_t signature;              // of the call: kind, sizes
   uint64_t run;                    // Meeting::run
   uint64_t outgoing, incoming;  // digest of the pieces that the writer sends here, gets from here
   uint64_t entered;             // the last call whose fields above are set
   uint64_t left;                // the last call in which the writer needs nothing of the reader
   uint64_t gave_up;             // the call in which the writer gave up, 0 = none
+  // The last call in which the writer may write to results of the reader, who takes that right back
+  // by kRevoked: the one word that both write, by exchange.
+  uint64_t lease;
 };
+
+constexpr uint64_t kRevoked = ~0ull;
 
 enum class Failure : uint32_t {
   kNone = 0,
@@ -60,6 +65,7 @@ struct Meeting {
   uint64_t call, signature;
   uint64_t run;  // number of the execution, equal on all ranks; 0: ranks do not share one
   uint64_t timeout_ns;
+  bool pushes;  // ranks write to the results of others, whose addresses they tell, not operands'
   uint64_t addresses[kMaxLeaves];  // to tell the peers
 };
 
@@ -81,6 +87,9 @@ struct Move {
   int32_t num_leaves;
   RowMap map;  // of the result's rows
   int32_t num_blocks;
+  // Of a cast: at most so many rows stay on their rank. Where it is not 0 another kernel copies
+  // them.
+  int64_t own_rows;
   bool stream;  // whether the device has bulk copies and shared memory for their rings
 };
 

@@ -46,9 +46,12 @@ MAGI_JAX_HOST_DEVICE Span InsideSpan(const Piece& piece, const Extents& extents)
 
 // Where each row of a result comes from.
 //
-// A cast has one source for a row: `row_of [2, rows]` holds the peer (-1 = none) and its row. A
+// A cast has one source for a row: `row_of [2, rows]` holds the peer (kNobody, or kElsewhere for a
+// row that another kernel writes) and its row. A
 // reduce has at most one source per peer: bit `p` of the words `seen [words, rows]` tells whether
 // peer `p` has a row to add, `row_of [cp, rows]` which (undefined elsewhere).
+constexpr int32_t kNobody = -1, kElsewhere = -2;
+
 struct RowMap {
   int32_t* row_of;
   uint32_t* seen;  // of a reduce

@@ -9,6 +9,7 @@ namespace magi_jax::comm {
 namespace {
 
 constexpr int64_t kAlignment = 256;
+constexpr int32_t kLeastPushBlocks = 12;  // with fewer, reading by large bulk copies is as fast
 
 int64_t Align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -100,7 +101,12 @@ cudaError_t Member::CreateStreams() {
   int least = 0, greatest = 0;
   if (cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest)) return error;
   cudaError_t error = cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, greatest);
-  if (error == cudaSuccess) error = cudaEventCreateWithFlags(&fork_, cudaEventDisableTiming);
+  if (error == cudaSuccess) {
+    error = cudaStreamCreateWithPriority(&apart_, cudaStreamNonBlocking, greatest);
+  }
+  for (cudaEvent_t* event : {&fork_, &join_}) {
+    if (error == cudaSuccess) error = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
+  }
   for (InFlight& call : in_flight_) {
     if (error == cudaSuccess) error = cudaEventCreateWithFlags(&call.done, cudaEventDisableTiming);
   }
@@ -113,7 +119,10 @@ Member::~Member() {
   for (InFlight& call : in_flight_) {
     if (call.done != nullptr) cudaEventDestroy(call.done);
   }
-  if (fork_ != nullptr) cudaEventDestroy(fork_);
+  for (cudaEvent_t event : {fork_, join_}) {
+    if (event != nullptr) cudaEventDestroy(event);
+  }
+  if (apart_ != nullptr) cudaStreamDestroy(apart_);
   if (side_ != nullptr) cudaStreamDestroy(side_);
   if (record_ != nullptr) cudaFreeHost(record_);
   if (config_.memory == nullptr && memory_ != nullptr) cudaFree(memory_);
@@ -146,6 +155,10 @@ std::string Member::ConnectLocal(int32_t peer_rank, int32_t peer_device, void* p
                          .c_str(),
                      status);
     }
+    int atomics = 0;
+    cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, config_.device,
+                              peer_device);
+    reaches_atomically_ &= atomics != 0;
   }
   outbox_[peer_rank] = MailboxAt(peer_memory);
   // Without staging, addresses are those of the process.
@@ -195,6 +208,12 @@ std::string Member::FinishConnecting() {
   return status == cudaSuccess ? "" : Explain("the table of peers was not written", status);
 }
 
+bool Member::pushes_rows() const {
+  // Results are XLA's own; other processes cannot reach them.
+  return streams_rows_ && reaches_atomically_ && config_.staging_bytes == 0 &&
+         config_.num_blocks >= kLeastPushBlocks;
+}
+
 void* Member::staging() const { return At<char>(memory_, Layout(config_.cp_size).staging); }
 
 cudaError_t Member::Begin(cudaStream_t stream, Kind kind, uint64_t signature, Meeting* meeting) {
@@ -213,6 +232,13 @@ cudaError_t Member::Begin(cudaStream_t stream, Kind kind, uint64_t signature, Me
   meeting->rank = config_.rank;
   meeting->kind = static_cast<uint32_t>(kind);
   return cudaSuccess;
+}
+
+cudaError_t Member::BeginApart() { return cudaStreamWaitEvent(apart_, fork_, 0); }
+
+cudaError_t Member::EndApart() {
+  if (cudaError_t error = cudaEventRecord(join_, apart_)) return error;
+  return cudaStreamWaitEvent(side_, join_, 0);
 }
 
 cudaError_t Member::End(std::vector<const void*> buffers) {

@@ -48,6 +48,8 @@ class Member {
   const MemberConfig& config() const { return config_; }
   // Whether rows can be streamed through shared memory.
   bool streams_rows() const { return streams_rows_; }
+  // Whether casts write to the peers instead of reading from them.
+  bool pushes_rows() const;
   int64_t allocated_bytes() const { return memory_bytes_; }
   void* memory() const { return memory_; }
   // Bytes with which another process of the host opens the memory; empty with an error.
@@ -64,6 +66,11 @@ class Member {
   // gets next. Begin, then enqueue on side(), then End; `buffers` are those that Finish will show.
   cudaError_t Begin(cudaStream_t stream, Kind kind, uint64_t signature, Meeting* meeting);
   cudaError_t End(std::vector<const void*> buffers);
+  // A second stream of a call, which begins where side() began: BeginApart before anything is
+  // enqueued there, EndApart before End, which waits for it.
+  cudaError_t BeginApart();
+  cudaError_t EndApart();
+  cudaStream_t apart() const { return apart_; }
   cudaStream_t side() const { return side_; }
   // Lets `stream` wait for the call with these buffers; an error or nothing.
   std::string Finish(cudaStream_t stream, const std::vector<const void*>& buffers);
@@ -87,7 +94,8 @@ class Member {
   int64_t memory_bytes_ = 0;
   FailureRecord* record_ = nullptr;  // pinned host memory
   cudaStream_t side_ = nullptr;
-  cudaEvent_t fork_ = nullptr;
+  cudaStream_t apart_ = nullptr;
+  cudaEvent_t fork_ = nullptr, join_ = nullptr;
   struct InFlight {
     cudaEvent_t done = nullptr;
     std::vector<const void*> buffers;
@@ -96,6 +104,7 @@ class Member {
   InFlight in_flight_[kMostInFlight];  // of call n at n % kMostInFlight
   uint64_t call_ = 0;
   bool streams_rows_ = false;
+  bool reaches_atomically_ = true;  // all peers
   std::string unusable_;
   std::vector<Mailbox*> outbox_;
   std::vector<uint64_t> bases_;

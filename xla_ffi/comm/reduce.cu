@@ -200,7 +200,7 @@ __device__ void SumLeaves(const Meeting& meeting, const Move& move, Sources& sou
   constexpr int kElements = sizeof(T) == 1 ? 1 : kVectorBytes / sizeof(T);
   for (int i = 0; i < move.num_leaves; ++i) {
     const Leaf& leaf = move.leaves[i];
-    sources.Fill(meeting, leaf, i);
+    sources.Fill(meeting, leaf.operand, i);
     if (sizeof(T) > 1 && IsStreamed(move, leaf)) {
       if constexpr (sizeof(T) > 1) {
         StreamLeaf<T, Sum, kElements>(meeting, leaf, sources, move.map, ring);
@@ -292,8 +292,8 @@ __device__ void MergeRows(const Meeting& meeting, const Move& move, const Source
 
 __device__ void MergeLeaves(const Meeting& meeting, const Move& move, Sources& outs,
                             Sources& lses) {
-  outs.Fill(meeting, move.leaves[0], 0);
-  lses.Fill(meeting, move.leaves[1], 1);
+  outs.Fill(meeting, move.leaves[0].operand, 0);
+  lses.Fill(meeting, move.leaves[1].operand, 1);
   switch (move.leaves[0].element) {
     case Element::kF32:
       MergeRows<float>(meeting, move, outs, lses);

@@ -19,6 +19,16 @@ __device__ inline uint64_t LoadAcquire(const uint64_t* word) {
   return value;
 }
 
+// Both of the above at once: what was there before.
+__device__ inline uint64_t Exchange(uint64_t* word, uint64_t value) {
+  uint64_t before;
+  asm volatile("atom.acq_rel.sys.global.exch.b64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(word), "l"(value)
+               : "memory");
+  return before;
+}
+
 __device__ inline uint64_t Nanoseconds() {
   uint64_t value;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));

@@ -16,16 +16,16 @@ __device__ inline bool IsStreamed(const Move& move, const Leaf& leaf) {
   return move.stream && leaf.row_bytes % 16 == 0 && leaf.row_bytes >= kLeastRowBytes;
 }
 
-// The operands of one leaf at every rank; filled by all threads of a block together.
+// One array of every rank; filled by all threads of a block together. `own` is this rank's.
 struct Sources {
   const char* of_peer[kMaxRanks];
 
-  __device__ void Fill(const Meeting& meeting, const Leaf& leaf, int index) {
+  __device__ void Fill(const Meeting& meeting, const void* own, int index) {
     __syncthreads();
     for (int peer = threadIdx.x; peer < meeting.extents.cp_size; peer += blockDim.x) {
       const volatile uint64_t& address = meeting.inbox[peer].addresses[index];
       of_peer[peer] = peer == meeting.rank
-                          ? static_cast<const char*>(leaf.operand)
+                          ? static_cast<const char*>(own)
                           : reinterpret_cast<const char*>(meeting.bases[peer] + address);
     }
     __syncthreads();

@@ -193,6 +193,7 @@ uint64_t Signature(const GroupCall& call) {
   uint64_t hash = 0xcbf29ce484222325ull;
   const auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 0x100000001b3ull; };
   mix(static_cast<uint64_t>(call.kind));
+  mix(call.meeting.pushes);
   mix(call.meeting.extents.src_rows);
   mix(call.meeting.extents.dst_rows);
   for (int i = 0; i < call.move.num_leaves; ++i) {
@@ -202,7 +203,8 @@ uint64_t Signature(const GroupCall& call) {
   return hash;
 }
 
-// Says where peers find the operands: in XLA's buffers, or in a copy.
+// Says where peers find the operands: in XLA's buffers, or in a copy. Where they write, it says
+// where they find the results.
 ffi::Error PlaceOperands(const comm::Member& member, const GroupCall& call, int64_t operand_rows,
                          cudaStream_t stream, comm::Meeting* meeting) {
   meeting->num_leaves = call.move.num_leaves;
@@ -211,7 +213,8 @@ ffi::Error PlaceOperands(const comm::Member& member, const GroupCall& call, int6
   for (int i = 0; i < call.move.num_leaves; ++i) {
     const comm::Leaf& leaf = call.move.leaves[i];
     if (capacity == 0) {
-      meeting->addresses[i] = reinterpret_cast<uint64_t>(leaf.operand);
+      const void* array = meeting->pushes ? leaf.result : leaf.operand;
+      meeting->addresses[i] = reinterpret_cast<uint64_t>(array);
       continue;
     }
     const int64_t bytes = operand_rows * leaf.row_bytes;
@@ -231,10 +234,17 @@ ffi::Error PlaceOperands(const comm::Member& member, const GroupCall& call, int6
   return ffi::Error::Success();
 }
 
+// Whether all rows consist of vectors of 16 bytes.
+bool HasWholeVectors(const comm::Move& move) {
+  return std::all_of(move.leaves, move.leaves + move.num_leaves,
+                     [](const comm::Leaf& leaf) { return leaf.row_bytes % 16 == 0; });
+}
+
 cudaError_t Launch(const GroupCall& call, cudaStream_t stream) {
   switch (call.kind) {
     case Kind::kCast:
-      return comm::Cast(call.meeting, call.move, stream);
+      return call.meeting.pushes ? comm::Push(call.meeting, call.move, stream)
+                                 : comm::Cast(call.meeting, call.move, stream);
     case Kind::kReduceSum:
       return comm::ReduceSum(call.meeting, call.move, stream);
     case Kind::kReduceLse:
@@ -247,9 +257,16 @@ ffi::Error Enqueue(comm::Member& member, GroupCall& call, int64_t operand_rows, 
                    cudaStream_t stream) {
   call.move.num_blocks = member.config().num_blocks;
   call.move.stream = member.streams_rows();
+  call.meeting.pushes =
+      call.kind == Kind::kCast && member.pushes_rows() && HasWholeVectors(call.move);
   MAGI_JAX_RETURN_IF_CUDA_ERROR(member.Begin(stream, call.kind, Signature(call), &call.meeting));
   MAGI_JAX_RETURN_IF_ERROR(PlaceOperands(member, call, operand_rows, member.side(), &call.meeting));
   MAGI_JAX_RETURN_IF_CUDA_ERROR(Launch(call, member.side()));
+  if (call.move.own_rows > 0) {
+    MAGI_JAX_RETURN_IF_CUDA_ERROR(member.BeginApart());
+    MAGI_JAX_RETURN_IF_CUDA_ERROR(comm::CopyOwnRows(call.meeting, call.move, member.apart()));
+    MAGI_JAX_RETURN_IF_CUDA_ERROR(member.EndApart());
+  }
   std::vector<const void*> buffers = {call.move.map.row_of};
   for (int i = 0; i < call.move.num_leaves; ++i) buffers.push_back(call.move.leaves[i].result);
   MAGI_JAX_RETURN_IF_CUDA_ERROR(member.End(std::move(buffers)));
@@ -274,7 +291,7 @@ template <Kind kKind>
 ffi::Error Start(cudaStream_t stream, int32_t device, ffi::RunId run, Operand send, Operand recv,
                  Operand caller, ffi::RemainingArgs operands, ffi::Result<Operand> map,
                  ffi::RemainingRets results, int32_t pool, int32_t cp_size, int32_t src_rows,
-                 int32_t dst_rows, int32_t beside) {
+                 int32_t dst_rows, int32_t self_rows, int32_t beside) {
   std::shared_ptr<comm::Member> member;
   MAGI_JAX_RETURN_IF_ERROR(FindMember(pool, device, &member));
   if (member->config().cp_size != cp_size) {
@@ -288,6 +305,7 @@ ffi::Error Start(cudaStream_t stream, int32_t device, ffi::RunId run, Operand se
   constexpr bool kIsCast = kKind == Kind::kCast;
   GroupCall call = {};
   call.kind = kKind;
+  call.move.own_rows = kIsCast ? self_rows : 0;
   // Ranks of one process share the number of an execution; where operands are staged they may be of
   // several, whose numbers say nothing to each other.
   call.meeting.run = member->config().staging_bytes == 0 ? static_cast<uint64_t>(run.run_id) : 0;
@@ -353,6 +371,7 @@ auto BindStart() {
       .Attr<int32_t>("cp_size")
       .Attr<int32_t>("src_rows")
       .Attr<int32_t>("dst_rows")
+      .Attr<int32_t>("self_rows")
       .Attr<int32_t>("beside");
 }
 

@@ -1,0 +1,237 @@
+// Casts by writing: a rank puts its rows where its peers want them. Where 12 SMs and more move rows
+// this is faster than reading, whose requests take room on the link beside the rows that go the
+// other way. A rank writes to another only under a lease (meeting.cuh), so that none writes where
+// the other has given up.
+
+#include <cuda_runtime.h>
+
+#include "xla_ffi/comm/call.cuh"
+#include "xla_ffi/comm/kernels.h"
+#include "xla_ffi/comm/ptx.cuh"
+#include "xla_ffi/comm/sources.cuh"
+
+namespace magi_jax::comm {
+namespace {
+
+constexpr int kWarps = 12;
+constexpr int kThreads = kWarps * kWarpSize;
+constexpr int kSlots = 8;  // of a warp's ring
+constexpr int kSlotBytes = 2048;
+constexpr int kLaneVectors = kSlotBytes / 16 / kWarpSize;
+constexpr int kPushBytes = kWarps * kSlots * (kSlotBytes + 8);
+constexpr int64_t kUnitBytes = 4 * kSlotBytes;  // that a warp takes at once
+
+// A warp's ring: bulk copies bring rows in from this rank's memory, stores of 16 bytes take them
+// out over the link. All lanes call all functions together.
+class PushRing {
+ public:
+  // `memory` has kPushBytes of the block, aligned to 128 bytes.
+  __device__ explicit PushRing(char* memory) {
+    const int warp = threadIdx.x / kWarpSize;
+    slots_ = memory + warp * kSlots * kSlotBytes;
+    barriers_ = reinterpret_cast<uint64_t*>(memory + kWarps * kSlots * kSlotBytes) + warp * kSlots;
+  }
+
+  __device__ void Initialize() {
+    const int lane = threadIdx.x % kWarpSize;
+    if (lane < kSlots) InitializeBarrier(&barriers_[lane]);
+    __syncwarp();
+  }
+
+  // Addresses and bytes are multiples of 16.
+  __device__ void Push(char* to, const char* from, int64_t bytes) {
+    for (int64_t begin = 0; begin < bytes; begin += kSlotBytes) {
+      const int64_t left = bytes - begin;
+      if (filled_ - emptied_ == kSlots) Empty();
+      Fill(to + begin, from + begin, static_cast<uint32_t>(left < kSlotBytes ? left : kSlotBytes));
+    }
+  }
+
+  __device__ void Finish() {
+    while (filled_ != emptied_) Empty();
+  }
+
+ private:
+  __device__ void Fill(char* to, const char* from, uint32_t bytes) {
+    const uint32_t slot = filled_++ % kSlots;
+    const uint32_t lane = threadIdx.x % kWarpSize;
+    // Each lane keeps what there is to know of one slot.
+    if (lane == slot) {
+      to_ = reinterpret_cast<uint64_t>(to);
+      bytes_ = bytes;
+    }
+    if (lane != 0) return;
+    ArriveExpecting(&barriers_[slot], bytes);
+    BulkLoad(slots_ + slot * kSlotBytes, from, bytes, &barriers_[slot]);
+  }
+
+  __device__ void Empty() {
+    const uint32_t slot = emptied_ % kSlots;
+    const uint32_t lane = threadIdx.x % kWarpSize;
+    AwaitBarrier(&barriers_[slot], emptied_ / kSlots & 1);
+    auto* to = reinterpret_cast<uint4*>(__shfl_sync(~0u, to_, slot));
+    const uint32_t vectors = __shfl_sync(~0u, bytes_, slot) / 16;
+    const auto* from = reinterpret_cast<const uint4*>(slots_ + slot * kSlotBytes);
+    uint4 values[kLaneVectors];
+#pragma unroll
+    for (int k = 0; k < kLaneVectors; ++k) {
+      const uint32_t i = k * kWarpSize + lane;
+      if (i < vectors) values[k] = from[i];
+    }
+#pragma unroll
+    for (int k = 0; k < kLaneVectors; ++k) {
+      const uint32_t i = k * kWarpSize + lane;
+      if (i < vectors) to[i] = values[k];
+    }
+    __syncwarp();
+    ++emptied_;
+  }
+
+  char* slots_;
+  uint64_t* barriers_;
+  uint32_t filled_ = 0, emptied_ = 0;
+  uint64_t to_ = 0;
+  uint32_t bytes_ = 0;
+};
+
+// Rows that lie together at both ends, and the first unit of them that this warp takes.
+struct Run {
+  int32_t peer = -1, src_row = 0, dst_row = 0;
+  int64_t bytes = 0, unit = 0;
+
+  __device__ bool HasUnit() const { return unit * kUnitBytes < bytes; }
+};
+
+__device__ Run RunOf(const Piece& piece, const Meeting& meeting, const Move& move,
+                     uint32_t row_bytes) {
+  const Span span = InsideSpan(piece, meeting.extents);
+  Run run;
+  if (span.begin >= span.end || (move.own_rows > 0 && piece.peer == meeting.rank)) return run;
+  run.peer = piece.peer;
+  run.src_row = piece.src_row + span.begin;
+  run.dst_row = piece.dst_row + span.begin;
+  run.bytes = int64_t{span.end - span.begin} * row_bytes;
+  return run;
+}
+
+// Pushes the rows of one array. Warps of the grid take units in turns; each looks at 32 pieces at a
+// time for those that have units for it.
+__device__ void PushLeaf(const Meeting& meeting, const Move& move, const Leaf& leaf,
+                         const Sources& targets, PushRing& ring) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t warps = gridDim.x * kWarps;
+  // Neighbouring units go to different blocks.
+  const int64_t warp = blockIdx.x + int64_t{gridDim.x} * (threadIdx.x / kWarpSize);
+  int64_t before = 0;  // units of the pieces before these, modulo the warps
+  for (int base = 0; base < meeting.send.num_pieces; base += kWarpSize) {
+    const bool listed = base + lane < meeting.send.num_pieces;
+    const Piece piece = listed ? meeting.send.pieces[base + lane] : Piece{-1};
+    Run run = RunOf(piece, meeting, move, leaf.row_bytes);
+    const int64_t units = (run.bytes + kUnitBytes - 1) / kUnitBytes;
+    int64_t upto = units;
+    for (int step = 1; step < kWarpSize; step *= 2) {
+      const int64_t other = __shfl_up_sync(~0u, upto, step);
+      if (lane >= step) upto += other;
+    }
+    const int64_t first = (before + upto - units) % warps;
+    run.unit = (warp + warps - first) % warps;
+    before = (before + __shfl_sync(~0u, upto, kWarpSize - 1)) % warps;
+    for (unsigned left; (left = __ballot_sync(~0u, run.HasUnit())) != 0;) {
+      const int one = __ffs(static_cast<int>(left)) - 1;
+      const int32_t peer = __shfl_sync(~0u, run.peer, one);
+      const int64_t begin = __shfl_sync(~0u, run.unit, one) * kUnitBytes;
+      const int64_t rest = __shfl_sync(~0u, run.bytes, one) - begin;
+      const int32_t src_row = __shfl_sync(~0u, run.src_row, one);
+      const int32_t dst_row = __shfl_sync(~0u, run.dst_row, one);
+      const char* from =
+          static_cast<const char*>(leaf.operand) + int64_t{src_row} * leaf.row_bytes + begin;
+      char* to = const_cast<char*>(targets.Row<char>(peer, dst_row, leaf.row_bytes)) + begin;
+      ring.Push(to, from, rest < kUnitBytes ? rest : kUnitBytes);
+      if (lane == one) run.unit += warps;
+    }
+  }
+}
+
+__device__ void PushLeaves(const Meeting& meeting, const Move& move, Sources& targets,
+                           PushRing& ring) {
+  FenceAsyncProxy();  // what is read was written by ordinary stores
+  for (int i = 0; i < move.num_leaves; ++i) {
+    const Leaf& leaf = move.leaves[i];
+    targets.Fill(meeting, leaf.result, i);
+    PushLeaf(meeting, move, leaf, targets, ring);
+    ring.Finish();
+  }
+  __threadfence_system();
+}
+
+// Writes zeros to this rank's rows before each piece that it receives, and after the last, that
+// belong to none: pieces are sorted.
+__device__ void FillGaps(const Meeting& meeting, const Move& move) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t rows = meeting.extents.dst_rows;
+  const int32_t pieces = meeting.recv.num_pieces;
+  const auto edge = [&](int32_t piece, bool is_end) -> int64_t {
+    if (piece < 0) return 0;
+    if (piece >= pieces) return rows;
+    const Piece& at = meeting.recv.pieces[piece];
+    return Max(0, Min(int64_t{at.dst_row} + (is_end ? at.n_rows : 0), rows));
+  };
+  for (int base = 0; base <= pieces; base += kWarpSize) {
+    const int piece = base + lane;
+    const int64_t begin = piece <= pieces ? edge(piece - 1, true) : rows;
+    const int64_t end = piece <= pieces ? edge(piece, false) : rows;
+    for (unsigned left = __ballot_sync(~0u, begin < end); left != 0; left &= left - 1) {
+      const int one = __ffs(static_cast<int>(left)) - 1;
+      const int64_t first = __shfl_sync(~0u, begin, one), last = __shfl_sync(~0u, end, one);
+      for (int i = 0; i < move.num_leaves; ++i) {
+        const int64_t vectors = move.leaves[i].row_bytes / 16;
+        auto* result = static_cast<uint4*>(move.leaves[i].result) + first * vectors;
+        Set(result, (last - first) * vectors, uint4{});
+      }
+    }
+  }
+}
+
+union PushShared {
+  __device__ PushShared() {}
+  Digests digests;
+  Sources targets;
+};
+
+extern __shared__ __align__(128) char ring_memory[];
+
+__global__ void __launch_bounds__(kThreads)
+    PushKernel(const __grid_constant__ Meeting meeting, const __grid_constant__ Move move) {
+  __shared__ PushShared shared;
+  PushRing ring(ring_memory);
+  ring.Initialize();
+  Arrive(meeting);
+  if (!IsBroken(meeting)) FillGaps(meeting, move);
+  if (blockIdx.x == 0) {
+    Enter(meeting, shared.digests);
+    TakeLeases(meeting);
+  }
+  Arrive(meeting);
+  AwaitBlocks(meeting, 2);
+  if (!IsBroken(meeting)) PushLeaves(meeting, move, shared.targets, ring);
+  Arrive(meeting);
+  if (blockIdx.x != 0) return;
+  AwaitBlocks(meeting, 3);
+  Leave(meeting, move);
+}
+
+}  // namespace
+
+cudaError_t Push(const Meeting& meeting, const Move& move, cudaStream_t stream) {
+  PushKernel<<<move.num_blocks, kThreads, kPushBytes, stream>>>(meeting, move);
+  return cudaGetLastError();
+}
+
+cudaError_t LoadPushKernel(bool stream) {
+  if (cudaError_t error = LoadKernel(PushKernel, false)) return error;
+  if (!stream) return cudaSuccess;
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(PushKernel),
+                              cudaFuncAttributeMaxDynamicSharedMemorySize, kPushBytes);
+}
+
+}  // namespace magi_jax::comm
