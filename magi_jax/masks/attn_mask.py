@@ -13,6 +13,8 @@ from magi_jax.masks.attn_slice import AttnSlice
 # Largest dense mask made without being asked for more: 256 MiB, a square of 16,384 tokens.
 DENSE_CELLS = 2**28
 
+MASKS_COME_FROM = "magi_jax.masks builds masks, from dense arrays too (masks.from_dense)"
+
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class AttnMask:
@@ -215,6 +217,12 @@ class AttnMask:
                 "masks of different lengths cannot be combined: "
                 f"{self.q_len} x {self.k_len} and {other.q_len} x {other.k_len}"
             )
+
+
+def require_mask(mask: object) -> None:
+    """Raises TypeError unless this is an `AttnMask`."""
+    if not isinstance(mask, AttnMask):
+        raise TypeError(f"mask must be an AttnMask, got {type(mask).__name__}; {MASKS_COME_FROM}")
 
 
 def concatenate(masks: Sequence[AttnMask]) -> AttnMask:

@@ -12,14 +12,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from magi_jax import masks, mesh
-from magi_jax.masks import AttnMask
+from magi_jax.masks.attn_mask import MASKS_COME_FROM, AttnMask
 from magi_jax.ops import base
 from magi_jax.ops.base import Implementation
 from magi_jax.ops.head_groups import by_head_groups
 from magi_jax.ops.implementations import get_implementation, platform_of
 from magi_jax.ops.lse import add_sinks, max_of_rows, sinks_gradient
 from magi_jax.ops.repeat_table import can_repeat, repeat_table
-from magi_jax.plan import SliceTable, slice_table
+from magi_jax.plan import AttentionPlan, SliceTable, slice_table
 
 Mask = AttnMask | SliceTable
 
@@ -136,10 +136,7 @@ def flex_flash_attention(
     )
     _check_batch(q, k, v)
     _check_sinks(sinks, q.shape[-2])
-    cap = _soft_cap(logits_soft_cap)
-    scale = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
-    base.check_options(scale, cap)
-    call = _Call(chosen, scale, cap, return_max_logits)
+    call = _Call(chosen, *settled_logits(scale, logits_soft_cap, q.shape[-1]), return_max_logits)
     operands = (q, k, v, sinks)
     if isinstance(mask, list | tuple):
         results = by_head_groups(functools.partial(_attend, call), operands, mask)
@@ -194,8 +191,10 @@ def _table(mask: Mask) -> SliceTable:
             "a function of positions would be called for each of T x S cells; say with magi_jax.masks which"
             " bands it shows, or give a mask of whole blocks to magi_jax.block_sparse_table"
         )
+    elif isinstance(mask, AttentionPlan):
+        instead = "plans are for dist_attention"
     else:
-        instead = "magi_jax.masks builds masks, from dense arrays too (masks.from_dense)"
+        instead = MASKS_COME_FROM
     raise TypeError(
         f"mask must be an AttnMask or a SliceTable, got {type(mask).__name__}; {instead}"
     )
@@ -225,9 +224,29 @@ def _check_sinks(sinks: jax.Array | None, num_heads: int) -> None:
         raise ValueError(f"sinks must be floating; got {sinks.dtype}")
 
 
-def _soft_cap(logits_soft_cap: float | None) -> float:
-    if logits_soft_cap is None:
-        return 0.0
-    if not (math.isfinite(logits_soft_cap) and logits_soft_cap > 0):
-        raise ValueError(f"logits_soft_cap must be positive, or None; got {logits_soft_cap}")
-    return float(logits_soft_cap)
+def settled_logits(
+    scale: float | None, logits_soft_cap: float | None, head_dim: int
+) -> tuple[float, float]:
+    """Scale and cap of the logits as a call has them: defaults taken, and 0 for no cap.
+
+    Raises:
+        TypeError: one of them is traced.
+        ValueError: one of them makes no logits.
+    """
+    scale = head_dim**-0.5 if scale is None else _known("scale", scale, "multiply q by it")
+    cap = 0.0
+    if logits_soft_cap is not None:
+        cap = _known("logits_soft_cap", logits_soft_cap, "make it a static argument")
+        if not (math.isfinite(cap) and cap > 0):
+            raise ValueError(f"logits_soft_cap must be positive, or None; got {cap}")
+    base.check_options(scale, cap)
+    return scale, cap
+
+
+def _known(name: str, value: float, instead: str) -> float:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{name} becomes part of the program and must be known while tracing, got a traced"
+            f" {jax.typeof(value)}; {instead} instead"
+        )
+    return float(value)

@@ -14,6 +14,7 @@ from magi_jax.comm import Transport
 from magi_jax.comm.group_collectives import get_transport
 from magi_jax.mesh import make_varying, varying_axes
 from magi_jax.ops import CONTEXT_NAME, Implementation, get_implementation
+from magi_jax.ops.api import settled_logits
 from magi_jax.ops.head_groups import by_head_groups
 from magi_jax.ops.implementations import platform_of
 from magi_jax.parallel import batch
@@ -122,7 +123,8 @@ def dist_attention(
         that are manual already it is the caller's to reduce. It has no derivative.
 
     Raises:
-        TypeError: ``plan`` is a mask or a table, or ``options`` are none.
+        TypeError: ``plan`` is a mask or a table, ``options`` are none, or ``scale`` or ``logits_soft_cap``
+            is traced.
         ValueError: shapes, dtypes, the plan and the mesh do not fit each other.
         NotImplementedError: the implementation does not support the case.
     """
@@ -132,6 +134,7 @@ def dist_attention(
     sinks = None if sinks is None else jnp.asarray(sinks)
     region = find_region(axis_name, mesh, "dist_attention")
     check_shapes(q, k, v)
+    logits = settled_logits(scale, logits_soft_cap, q.shape[-1])
 
     def attend(q, k, v, sinks, plan):
         specs = find_specs(region, (q, k, v, sinks), plan, options.batch_axes, options.head_axes)
@@ -143,8 +146,8 @@ def dist_attention(
                 platform=region.platform or platform_of(q),
             ),
             axis_name=axis_name,
-            scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
-            logits_soft_cap=float(logits_soft_cap or 0.0),
+            scale=logits[0],
+            logits_soft_cap=logits[1],
             transport=get_transport(options.transport),
             reduce_dtype=None if options.reduce_dtype is None else jnp.dtype(options.reduce_dtype),
             keep_remote_kv=options.keep_remote_kv,

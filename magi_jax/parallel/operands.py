@@ -129,10 +129,11 @@ def _explicit_specs(region, q, k, v, batched, keys_replicated):
     rows, heads, dims = q_entries[-3:]
     wanted = (region.axis_name,) if region.axis_name in region.explicit_axes else ()
     if rows != wanted or dims:
+        spec = f"P({'None, ' if batched else ''}{region.axis_name!r})"
         raise ValueError(
             f"the rows of q must be sharded over {region.axis_name!r} alone and its head dim over"
-            " nothing"
-            f" (dispatch gives that); got {jax.typeof(q)}"
+            f" nothing; got {jax.typeof(q)}. Bring it there with jax.device_put(q,"
+            f" NamedSharding(mesh, {spec})), or inside of jit with jax.sharding.reshard(q, {spec})"
         )
     return batch, heads
 

@@ -125,7 +125,18 @@ def run(region: Region, fn: Callable, args: tuple, in_specs: Any, out_specs: Any
         axis_names=frozenset(names),
         check_vma=False,
     )
-    return make_varying(inner(*args), union)
+    try:
+        results = inner(*args)
+    except ValueError as error:
+        # All names are axes of the context; which of them a vmap has taken, JAX alone knows.
+        if not str(error).startswith("jax.shard_map requires axis_names="):
+            raise
+        raise NotImplementedError(
+            "jax.vmap over an axis that is sharded over one of the explicit mesh axes"
+            f" {sorted(region.explicit_axes)} keeps that one from being opened; give the call the whole"
+            " batch instead, [B, T, ...]"
+        ) from error
+    return make_varying(results, union)
 
 
 def _forget_varying(tree: Any) -> Any:

@@ -52,6 +52,7 @@ def dispatch(
         `shard_map`. Padding rows are zero.
 
     Raises:
+        TypeError: a leaf is no array.
         ValueError: wrong number of rows, no mesh, or a mesh that does not fit the plan.
     """
     axis = _sequence_axis(plan, axis)
@@ -208,6 +209,12 @@ def _is_manual(axis_name: str) -> bool:
 
 def _on_host(x: Any, plan: AttentionPlan, axis_name: str) -> bool:
     leaves = [*jax.tree.leaves(x), plan.positions]
+    for leaf in leaves:
+        if not hasattr(leaf, "shape"):
+            raise TypeError(
+                f"tokens are a pytree of arrays; got {leaf!r} as one of its leaves, as of a list"
+                " that np.asarray has not made an array"
+            )
     return all(isinstance(leaf, np.ndarray) for leaf in leaves) and not _is_manual(axis_name)
 
 

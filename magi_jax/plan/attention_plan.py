@@ -11,7 +11,7 @@ from os import PathLike
 import jax
 import numpy as np
 
-from magi_jax.masks import AttnMask
+from magi_jax.masks.attn_mask import AttnMask, require_mask
 from magi_jax.plan.config import settled_overlap, settled_travelling
 from magi_jax.plan.frame import Frame, check_cross_mask, check_mask, frame_of, require_frame
 from magi_jax.plan.lay_out.dispatch import lay_out_dispatch, layout_of
@@ -187,6 +187,7 @@ class AttentionPlan:
         """
         started = time.perf_counter()
         require_concrete(self, "with_mask")
+        require_mask(mask)
         check_engine(engine)
         overlap, travelling = settled_overlap(overlap), settled_travelling(travelling)
         frame = frame_of(self.spec)

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from magi_jax.masks import AttnMask
+from magi_jax.masks.attn_mask import AttnMask, require_mask
 from magi_jax.plan.attention_plan import AttentionPlan, assemble
 from magi_jax.plan.config import PlanConfig, positive
 from magi_jax.plan.frame import Frame, check_mask, require_frame
@@ -42,11 +42,16 @@ def make_plan(
         A plan with NumPy leaves.
 
     Raises:
+        TypeError: an argument is of another kind, such as a dense mask.
         ValueError: the mask is not square or is longer than the sequence, or the spec is too small
             or of another kind; the first such size is named.
     """
     started = time.perf_counter()
+    require_mask(mask)
     config = PlanConfig() if config is None else config
+    _require("config", config, PlanConfig)
+    if spec is not None:
+        _require("spec", spec, PlanSpec)
     frame = _make_frame(mask, cp_size, config, spec)
     machine = machine_of(config.machine, frame.cp_size, spec)
     ranges = travelling_ranges(config.travelling, mask.slices, frame, machine, spec)
@@ -60,6 +65,11 @@ def make_plan(
     tables = lay_out_work(work, frame, config.overlap, spec, machine)
     planning_ms = (time.perf_counter() - started) * 1e3
     return assemble(frame, dispatched, rolls, tables, planning_ms)
+
+
+def _require(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__} or None, got {type(value).__name__}")
 
 
 def _problem(

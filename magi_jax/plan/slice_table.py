@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from magi_jax.masks import AttnMask, bands
+from magi_jax.masks import bands
+from magi_jax.masks.attn_mask import AttnMask, require_mask
 from magi_jax.plan.frame import does_not_fit
 from magi_jax.plan.sizes import MIN_ENTRIES, bucket
 from magi_jax.plan.spec import TableSpec
@@ -26,6 +27,7 @@ def slice_table(
     Raises:
         ValueError: ``spec`` is too small or of another kind; the first such size is named.
     """
+    require_mask(mask)
     part = np.zeros(mask.num_slices, np.int64)
     sizes = (mask.q_len, mask.k_len, tile_size)
     table = build_table(mask.slices, part, 1, *sizes, "numpy", spec)

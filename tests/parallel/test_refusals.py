@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from magi_jax import masks
-from magi_jax.parallel import DistOptions, dist_attention
+from magi_jax.parallel import DistOptions, dispatch, dist_attention, roll, undispatch
 from magi_jax.plan import PlanConfig, make_plan, stack_plans
 
 PLAN = make_plan(masks.causal(30), 4, PlanConfig(chunk_size=4))
@@ -116,11 +116,28 @@ def test_another_mesh_than_that_of_the_context():
 
 def test_explicit_rows_that_are_not_sharded():
     mesh = make_mesh(AxisType.Explicit, cp=4)
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="rows of q must be sharded over 'cp'"):
-        jax.jit(lambda q: dist_attention(q, q, q, PLAN)).lower(tensor(ROWS, 2, 8))
+    for lead, spec in (((), r"P\('cp'\)"), ((3,), r"P\(None, 'cp'\)")):
+        message = rf"rows of q must be sharded over 'cp'.*NamedSharding\(mesh, {spec}\)"
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+            jax.jit(lambda q: dist_attention(q, q, q, PLAN)).lower(tensor(*lead, ROWS, 2, 8))
     q = jax.device_put(tensor(ROWS, 2, 8), NamedSharding(mesh, P("cp")))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="must be sharded alike"):
         jax.jit(lambda q, k: dist_attention(q, k, k, PLAN)).lower(q, tensor(ROWS, 2, 8))
+
+
+def test_vmap_over_explicit_axes():
+    mesh = make_mesh(AxisType.Explicit, dp=2, cp=4)
+    q = jax.device_put(tensor(2, ROWS, 2, 8), NamedSharding(mesh, P("dp", "cp")))
+    with jax.set_mesh(mesh):
+        for call in (lambda q: dist_attention(q, q, q, PLAN), lambda q: roll(q, PLAN, -1)):
+            with pytest.raises(NotImplementedError, match=r"vmap .* explicit .*'dp'.* whole batch"):
+                jax.jit(jax.vmap(call)).lower(q)
+
+
+@pytest.mark.parametrize("move", [dispatch, undispatch, lambda x, plan: roll(x, plan, -1)])
+def test_lists_of_numbers_are_no_arrays(move):
+    with pytest.raises(TypeError, match=r"pytree of arrays; got 0.*np\.asarray"):
+        move({"tokens": list(range(ROWS))}, PLAN)
 
 
 def test_local_rows_inside_a_shard_map():

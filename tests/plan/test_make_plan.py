@@ -10,7 +10,7 @@ from plan_checks import check_plan
 
 from magi_jax import masks
 from magi_jax.masks import AttnMask
-from magi_jax.plan import PlanConfig, make_plan
+from magi_jax.plan import PlanConfig, make_plan, slice_table
 from magi_jax.solver.cost.model import CostModel
 from magi_jax.testing.cases import mask_cases
 
@@ -246,6 +246,28 @@ def test_refusals():
         PlanConfig(chunk_size=0)
     with pytest.raises(ValueError, match="names a shift twice"):
         PlanConfig(roll_shifts=(-1, -1))
+
+
+@pytest.mark.parametrize("other", [np.ones((4, 4), bool), "causal", None])
+def test_what_is_no_mask_is_refused_by_name(other):
+    plan = make_plan(varlen_causal([64]), 2)
+    for make in (
+        lambda: make_plan(other, 2),
+        lambda: plan.with_mask(other),
+        lambda: slice_table(other),
+    ):
+        with pytest.raises(
+            TypeError, match=f"must be an AttnMask, got {type(other).__name__}; mag"
+        ):
+            make()
+
+
+def test_other_kinds_of_config_and_spec_are_refused_by_name():
+    plan = make_plan(varlen_causal([64]), 2)
+    with pytest.raises(TypeError, match="config must be a PlanConfig or None, got dict"):
+        make_plan(varlen_causal([64]), 2, {"chunk_size": 8})
+    with pytest.raises(TypeError, match="spec must be a PlanSpec or None, got AttentionPlan"):
+        make_plan(varlen_causal([64]), 2, spec=plan)
 
 
 def test_reports_have_bounds_and_a_gap_when_given_the_mask():

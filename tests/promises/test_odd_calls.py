@@ -75,6 +75,19 @@ def test_options_that_kernels_would_read_as_others(attend, rng, options, match):
         attend(*operands(rng), **options)
 
 
+@pytest.mark.parametrize("name", ["scale", "logits_soft_cap"])
+def test_traced_options_are_refused_by_name(attend, rng, name):
+    q, k, v = operands(rng)
+    with pytest.raises(TypeError, match=rf"{name} becomes part of the program.*float32"):
+        jax.jit(lambda x: attend(q, k, v, **{name: x}))(2.0)
+    attend(q, k, v, **{name: np.float64(2)})
+
+
+def test_a_cap_of_none_is_said_in_one_way(attend, rng):
+    with pytest.raises(ValueError, match=r"logits_soft_cap must be positive, or None.*got 0\.0"):
+        attend(*operands(rng), logits_soft_cap=0)
+
+
 def test_64_bit_types_change_nothing(attend, rng):
     with jax.enable_x64(True):
         for batch in ((), (0,)):
