@@ -25,13 +25,13 @@ kernels() {
 }
 
 if [ "$length" = short ]; then
-    tests="tests/gpu/test_cuda_kernels.py -k test_random_masks"
-    lengths="--lengths 2048 --lead-ms 10 --budget-ms 10"
-    peers="$lengths --masks causal"
+    tests="tests/gpu/test_cuda_kernels.py -k test_scales"
+    lengths="--lengths 2048 --masks causal varlen_causal --lead-ms 30 --budget-ms 30"
+    peers="$lengths"
     simulated="--cp 8 --masks varlen_causal swa_causal"
     seconds=10
     checked="--tokens-per-rank 8192 --masks varlen_causal --budget-s 20"
-    packings="--packings 20 --constants 2 --seq-len 8192"
+    packings="--packings 200 --constants 2 --seq-len 8192"
     memory="--first 8192 --last 16384 --longest-run 8192"
 else
     tests="tests/gpu"

@@ -232,7 +232,7 @@ def _attend_constant(q, k, v, _, table):
 
 
 def cudnn(packings: list, args) -> dict:
-    """Lengths as arguments, with room for as many documents as any packing has."""
+    """Lengths as arguments, with room for as many documents as any packing has; padding is one more."""
     if jax.default_backend() != "gpu":
         return {"missing": "cuDNN needs a GPU"}
     from jax._src.cudnn import fused_attention_stablehlo as fused
@@ -255,11 +255,17 @@ def cudnn(packings: list, args) -> dict:
     step, x = step_of(attend, traced), operands(args)
 
     def prepare(ids):
-        lengths = np.bincount(ids, minlength=most + 1)
-        return np.append(lengths[1:most], lengths[0] if lengths[0] else 0)[:most].astype(np.int32)
+        return packed_lengths(ids, most)
 
     result = run(packings, prepare, lambda lengths: step(*x, lengths), jax.block_until_ready)
     return {"compiles": len(traced), "most_documents": most, **result}
+
+
+def packed_lengths(segment_ids: np.ndarray, most: int) -> np.ndarray:
+    """Lengths of documents, then of the padding behind them, then zeros, ``[most]``."""
+    padding, *documents = np.bincount(segment_ids)
+    lengths = [length for length in (*documents, padding) if length]
+    return np.pad(lengths, (0, most - len(lengths))).astype(np.int32)
 
 
 def flex(packings: list, args) -> dict:
