@@ -1,5 +1,6 @@
 """Adapters from a plan or a mask to the ``attention_fn`` that Flax's attention modules call."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -8,6 +9,7 @@ import jax
 from magi_jax.masks import AttnMask
 from magi_jax.ops import flex_flash_attention
 from magi_jax.parallel import dist_attention
+from magi_jax.parallel.operands import check_plan
 from magi_jax.plan import AttentionPlan, SliceTable
 
 
@@ -43,7 +45,15 @@ def attention_fn(
         A function ``(query [*B, T, N, H], key [*B, T, K, H], value [*B, T, K, Hv], ...) -> [*B, T,
         N, Hv]``. It takes ``sinks [N]`` too, which are parameters of a layer and so come with the
         call.
+
+    Raises:
+        TypeError: ``plan`` is none of these, or an argument is none of the function that it is passed on to.
     """
+    if isinstance(plan, (AttnMask, SliceTable)):
+        _check_arguments(flex_flash_attention, arguments)
+    else:
+        _check_arguments(dist_attention, arguments)
+        check_plan(plan)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, **more: Any) -> jax.Array:
         given = arguments | more
@@ -89,6 +99,16 @@ def attention_fn(
         return attend(query, key, value, **({} if sinks is None else {"sinks": sinks}))
 
     return attention
+
+
+def _check_arguments(passed_to: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Refuses at once what would be refused when Flax calls."""
+    if unknown := arguments.keys() - inspect.signature(passed_to).parameters.keys():
+        hint = "; how and where it runs is options=DistOptions(...)"
+        raise TypeError(
+            f"attention_fn passes its arguments on to {passed_to.__name__}, which takes no"
+            f" {', '.join(sorted(unknown))}{hint if passed_to is dist_attention else ''}"
+        )
 
 
 def _refuse(what: str, asked: bool, why: str) -> None:

@@ -6,7 +6,7 @@ a plan, under a mask on one device, or under a reference, and a plan that is an 
 jitted step needs no place in the model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -193,21 +193,22 @@ class Decoder(nnx.Module):
         self.head = nnx.Linear(features, vocab_size, use_bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attends: tuple[Attend, ...]
+        self, tokens: jax.Array, positions: jax.Array, attends: Attend | Sequence[Attend]
     ) -> jax.Array:
         """Logits of every token.
 
         Args:
             tokens: ``[*B, T]`` integer.
             positions: ``[*B, T]`` integer.
-            attends: attention of the blocks in turn; shorter tuples are repeated, so that a tuple
-                of two alternates.
+            attends: attention of all blocks, or of the blocks in turn; shorter sequences are repeated,
+                so that one of two alternates.
 
         Returns:
             ``[*B, T, vocab_size]`` float32.
         """
+        in_turn = (attends,) if callable(attends) else attends
         x = self.embed(tokens)
         x = self.config.keep(x if self.config.dtype is None else x.astype(self.config.dtype))
         for index, block in enumerate(self.blocks):
-            x = block(x, positions, attends[index % len(attends)])
+            x = block(x, positions, in_turn[index % len(in_turn)])
         return self.head(self.norm(x)).astype(jnp.float32)

@@ -22,8 +22,8 @@ from magi_jax.parallel.operands import (
     Specs,
     check_group_plans,
     check_operands,
+    check_plan,
     check_shapes,
-    check_types,
     find_specs,
 )
 from magi_jax.parallel.region import AxisNames, Region, find_region, reshard, run
@@ -129,7 +129,9 @@ def dist_attention(
         NotImplementedError: the implementation does not support the case.
     """
     options = DistOptions() if options is None else options
-    check_types(plan, options, DistOptions)
+    check_plan(plan)
+    if not isinstance(options, DistOptions):
+        raise TypeError(f"options must be DistOptions, got {type(options).__name__}")
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     sinks = None if sinks is None else jnp.asarray(sinks)
     region = find_region(axis_name, mesh, "dist_attention")

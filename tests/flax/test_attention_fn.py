@@ -15,6 +15,7 @@ import magi_jax as mj
 LENGTHS = [37, 1, 58]
 T = sum(LENGTHS)
 MASK = mj.masks.varlen(LENGTHS, causal=True, window=(20, 0))
+PLAN = mj.make_plan(MASK, cp_size=4, config=mj.PlanConfig(chunk_size=8))
 SIZES = {"num_heads": 4, "in_features": 32, "qkv_features": 32, "decode": False}
 OVER_DP = mj.DistOptions(batch_axes="dp")
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
@@ -39,7 +40,6 @@ def test_nnx_module_with_a_mask(inputs, num_kv_heads):
 
 def test_nnx_module_with_a_plan_that_is_an_argument(inputs):
     mesh = jax.make_mesh((2, 4), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
-    plan = mj.make_plan(MASK, cp_size=4, config=mj.PlanConfig(chunk_size=8))
     module = nnx.MultiHeadAttention(**SIZES, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(module)
 
@@ -49,11 +49,11 @@ def test_nnx_module_with_a_plan_that_is_an_argument(inputs):
         module.set_attributes(attention_fn=mj.flax.attention_fn(plan, options=OVER_DP))
         return module(x)
 
-    x = mj.dispatch(inputs, plan, axis=1)
+    x = mj.dispatch(inputs, PLAN, axis=1)
     with jax.set_mesh(mesh):
-        out = apply(params, jax.device_put(x, NamedSharding(mesh, P("dp", "cp"))), plan)
+        out = apply(params, jax.device_put(x, NamedSharding(mesh, P("dp", "cp"))), PLAN)
     expected = module(inputs, mask=MASK.dense())
-    np.testing.assert_allclose(mj.undispatch(np.asarray(out), plan, axis=1), expected, **TOLERANCE)
+    np.testing.assert_allclose(mj.undispatch(np.asarray(out), PLAN, axis=1), expected, **TOLERANCE)
 
 
 def test_linen_module(inputs):
@@ -86,6 +86,19 @@ def test_what_it_cannot_do_is_refused(asked, match):
     q = jnp.ones((T, 4, 8))
     with pytest.raises(NotImplementedError, match=match):
         mj.flax.attention_fn(MASK)(q, q, q, **asked)
+
+
+@pytest.mark.parametrize(
+    ("plan", "arguments", "match"),
+    [
+        (MASK.dense(), {}, "plan must be an AttentionPlan .* got ndarray"),
+        (MASK, {"options": OVER_DP}, "flex_flash_attention, which takes no options$"),
+        (PLAN, {"batch_axes": "dp"}, r"takes no batch_axes; .* options=DistOptions\(...\)"),
+    ],
+)
+def test_what_it_is_not_for_is_refused_at_once(plan, arguments, match):
+    with pytest.raises(TypeError, match=match):
+        mj.flax.attention_fn(plan, **arguments)
 
 
 def test_linen_asks_and_is_refused(inputs):
