@@ -24,7 +24,9 @@ SLOW = 0.8  # of the fastest pace that was seen; what was timed below is timed a
 WARM_US = 250e3  # of calls before the first timed one of a block, which follows a pause
 VISITS = 3  # of which the medians count: a host that was held up, or a pace, differs between them
 LEAD_US, TIMED_US = 5e2, 1e3  # of calls of a piece in a visit, first untimed and then timed
-LONG_US = 20e3  # a call that takes longer needs few before it, nor matters what the host adds to it
+LONG_US = (
+    20e3  # a call that takes longer needs none before it, nor matters what the host adds to it
+)
 
 
 def time_orders(
@@ -117,7 +119,7 @@ class Bench:
         self.compile([(piece, table)])
         calls = dict(zip(("forward", "backward"), self._calls(piece, table), strict=True))
         wanted = [which for which in calls if which in passes]
-        jax.block_until_ready(calls[wanted[-1]]())  # a backward pass begins with a forward one
+        jax.block_until_ready(calls[wanted[0]]())
         return {which: mean_us(calls[which]) for which in wanted}
 
     def warm(self, piece: Piece, table: SliceTable) -> None:
@@ -251,7 +253,7 @@ def mean_us(call: Callable) -> float:
 
     once = run(1)
     if once > LONG_US:
-        return run(1)
+        return once
     run(max(int(LEAD_US / once), 1))
     count = max(int(TIMED_US / once), 1)
     one = min(run(1), run(1))  # a host that is held up only adds
@@ -260,5 +262,5 @@ def mean_us(call: Callable) -> float:
 
 def call_seconds(us: float) -> float:
     """What it takes to time a call of so many microseconds."""
-    calls = 3 * us if us > LONG_US else max(us, LEAD_US) + max(us, TIMED_US) + 4 * us
+    calls = 1.5 * us if us > LONG_US else max(us, LEAD_US) + max(us, TIMED_US) + 4 * us
     return VISITS * calls / 1e6

@@ -27,7 +27,13 @@ class Posed(NamedTuple):
 
 CLOSE, WORTH_A_LOOK = 0.9, 0.7  # of the best other strategy's rate
 NEAR = 0.97  # of the kernel time of the slowest rank: who is above by the fit may be the slowest
-ROUNDS = ((1, CLOSE), (2, CLOSE), (4, CLOSE), (1, WORTH_A_LOOK), (8, CLOSE), (None, CLOSE))
+ROUNDS = (
+    (1, CLOSE),
+    (4, CLOSE),
+    (1, WORTH_A_LOOK),
+    (16, CLOSE),
+    (None, CLOSE),
+)  # ranks, and of whom
 
 
 def choose(
