@@ -42,7 +42,7 @@ WINDOW, FRAME = 1024, 2048
 RANK = 32768
 PACE = {"lead_s": 0.15, "budget_s": 0.2}  # of timed calls, and of those before them
 TURNS = 2  # of everything that is compared
-TRACED, TRACED_S = 4, 0.15  # calls in a row in a profile, and how long there are such rows
+TRACED_S = 0.3  # of calls in a row in a profile
 DOCUMENTS = json.loads(pathlib.Path(__file__).with_name("kernel_documents.json").read_text())
 
 
@@ -285,15 +285,12 @@ def passes(call, tensors, tables) -> dict[str, Callable]:
 
 
 def trace(folder: pathlib.Path, calls: dict[str, Callable]) -> None:
-    """Profiles back-to-back calls of both passes: the last ones show the pace of a training step."""
+    """Profiles back-to-back calls of both passes, as many as settle the pace of the card."""
     quiet = jax.profiler.ProfileOptions()
     quiet.host_tracer_level = quiet.python_tracer_level = 0
     with jax.profiler.trace(folder, profiler_options=quiet):
         for call in calls.values():
-            jax.block_until_ready(call())
-            start = time.perf_counter()
-            while time.perf_counter() - start < TRACED_S:
-                jax.block_until_ready([call() for _ in range(TRACED)])
+            run(call, max(1, int(TRACED_S / run(call, 1))))
 
 
 def row(label: dict, times: dict[str, float], flops: float, single: dict | None) -> dict:
