@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 NO_LABEL = -1
 
@@ -93,9 +94,9 @@ def join(documents: Iterable[np.ndarray], seq_len: int) -> Packed:
         seq_len: tokens of the sequence.
 
     Raises:
-        ValueError: the documents have more than ``seq_len`` tokens.
+        ValueError: the documents have more than ``seq_len`` tokens, or one is no list of token ids.
     """
-    documents = [np.asarray(document) for document in documents if len(document)]
+    documents = [_token_ids(document) for document in documents if len(document)]
     total = sum(map(len, documents))
     if total > seq_len:
         raise ValueError(f"{len(documents)} documents have {total} tokens, more than {seq_len=}")
@@ -110,6 +111,15 @@ def join(documents: Iterable[np.ndarray], seq_len: int) -> Packed:
         labels[start : end - 1] = document[1:]
         start = end
     return Packed(tokens, segment_ids, positions, labels)
+
+
+def _token_ids(document: ArrayLike) -> np.ndarray:
+    ids = np.asarray(document)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"a document is a row of integer token ids, got one of shape {ids.shape} and dtype {ids.dtype}"
+        )
+    return ids
 
 
 def pack(
@@ -133,9 +143,14 @@ def pack(
         window: documents that are packed together; more of them leave less padding.
         seed: shuffles the sequences of each window, so that the pieces of a long document do not
             come one after the other; None keeps the order in which documents came.
+
+    Raises:
+        ValueError: a document is no row of integers; or ``seq_len`` or ``window`` is no positive number.
     """
+    if seq_len < 1 or window < 1:
+        raise ValueError(f"seq_len and window must be at least 1, got {seq_len=} {window=}")
     pieces = itertools.chain.from_iterable(
-        np.split(document, range(seq_len, len(document), seq_len)) for document in documents
+        np.split(ids, range(seq_len, len(ids), seq_len)) for ids in map(_token_ids, documents)
     )
     rng = None if seed is None else np.random.default_rng(seed)
     waiting: list[np.ndarray] = []
@@ -158,6 +173,8 @@ def pack(
 
 def batch(sequences: Iterable[Packed], size: int) -> Iterator[Packed]:
     """Stacks ``size`` sequences at a time, ``[size, L]``; a last, smaller rest is dropped."""
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
     sequences = iter(sequences)
     while len(group := list(itertools.islice(sequences, size))) == size:
         yield Packed(*(np.stack(field) for field in zip(*group, strict=True)))

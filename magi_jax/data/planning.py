@@ -14,6 +14,8 @@ from magi_jax.data.planned_batch import PlannedBatch
 from magi_jax.masks import AttnMask
 from magi_jax.parallel import dispatch
 from magi_jax.plan import AttentionPlan, PlanConfig, PlanSpec, make_plan, stack_plans
+from magi_jax.plan.config import positive
+from magi_jax.plan.frame import DOES_NOT_FIT
 
 # What a batch may be: ours, or the dictionary of another pipeline, arrays ``[R, L, ...]`` by name.
 Batch = Packed | Mapping[str, np.ndarray]
@@ -56,6 +58,14 @@ class PlanBatch:
             raise TypeError(
                 f"masks must be a tuple of functions, got one: ({self.masks!r},) is meant"
             )
+        if not self.masks or not all(map(callable, self.masks)):
+            raise TypeError(
+                "masks must be functions, at least one, that make the mask of a sequence from its segment"
+                f" ids; got {self.masks!r}"
+            )
+        if not isinstance(self.config, PlanConfig):
+            raise TypeError(f"config must be a PlanConfig, got {type(self.config).__name__}")
+        positive("cp_size", self.cp_size)
 
     def __call__(self, packed: Batch) -> PlannedBatch:
         """Plans one batch and lays its tokens out as the plans want them.
@@ -71,8 +81,13 @@ class PlanBatch:
         else:
             try:
                 plans = self._in_specs(packed, self.specs)
-            except ValueError:
+            except ValueError as error:
                 if not self.grow:
+                    if str(error).startswith(DOES_NOT_FIT):
+                        error.add_note(
+                            "Fit the planner to more batches or with a larger margin"
+                            " (PlanBatch.fit), or let it grow (PlanBatch(grow=True))."
+                        )
                     raise
                 plans = self._in_own_sizes(packed)
         moved = dispatch(packed, plans[0])
@@ -90,8 +105,10 @@ class PlanBatch:
         Args:
             batches: batches like those to come.
             num_batches: how many of them to plan.
-            margin: every capacity is made so many times what the sample needs.
+            margin: every capacity is made so many times what the sample needs, at least 1.
         """
+        if margin < 1:
+            raise ValueError(f"margin must be at least 1, got {margin}")
         specs = self.specs
         for packed in itertools.islice(batches, num_batches):
             specs = self._specs_of(packed, specs)

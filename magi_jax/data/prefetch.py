@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from jax.sharding import Sharding
 
-from magi_jax.data.processes import place
+from magi_jax.data.processes import check_sharding, place
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -50,6 +50,7 @@ class Prefetch(Generic[Result]):
         if depth < 1 or workers < 1:
             raise ValueError(f"depth and workers must be at least 1, got {depth=} {workers=}")
         if sharding is not None:
+            check_sharding(sharding)
             function = functools.partial(_then_place, function, sharding)
         self._results: queue.Queue[Future[Result] | None] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()

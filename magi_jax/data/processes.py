@@ -26,7 +26,11 @@ def place(tree: Any, sharding: Sharding) -> Any:
 
     Returns:
         The pytree with global device arrays of the same shapes.
+
+    Raises:
+        TypeError: ``sharding`` is none.
     """
+    check_sharding(sharding)
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 
@@ -35,6 +39,15 @@ def place(tree: Any, sharding: Sharding) -> Any:
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     return jax.tree.map(put, tree)
+
+
+def check_sharding(sharding: object) -> None:
+    """Raises TypeError unless this is a sharding."""
+    if not isinstance(sharding, Sharding):
+        raise TypeError(
+            "sharding must be a jax.sharding.Sharding, such as NamedSharding(mesh, P('dp', 'cp')); got"
+            f" {sharding!r}"
+        )
 
 
 def check_same_plans(plans: Sequence[AttentionPlan]) -> str:

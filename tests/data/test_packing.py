@@ -46,7 +46,21 @@ def test_join_lays_out_documents():
     np.testing.assert_array_equal(packed.labels, [6, 7, NO_LABEL, NO_LABEL, NO_LABEL, NO_LABEL])
     assert all(field.dtype == np.int32 for field in packed)
     with pytest.raises(ValueError, match="2 documents have 8 tokens, more than seq_len=6"):
-        join([np.ones(4), np.ones(4)], 6)
+        join([np.ones(4, int), np.ones(4, int)], 6)
+
+
+@pytest.mark.parametrize("document", [np.zeros((3, 2), int), np.zeros(3), ["a", "b"]])
+def test_documents_are_rows_of_integers(document):
+    with pytest.raises(ValueError, match="row of integer token ids, got one of shape"):
+        list(pack([[1, 2], document], 8))
+
+
+def test_sizes_of_nothing_are_refused():
+    for sizes in ({"seq_len": 0}, {"seq_len": 8, "window": 0}):
+        with pytest.raises(ValueError, match="must be at least 1, got"):
+            next(pack([[1, 2]], **sizes))
+    with pytest.raises(ValueError, match="size must be at least 1, got 0"):
+        next(batch(pack([[1, 2]], 8), 0))
 
 
 @pytest.mark.parametrize("method", METHODS)

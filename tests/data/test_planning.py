@@ -83,8 +83,9 @@ def test_batch_that_does_not_fit_is_refused_with_the_size():
     (short,) = batch(pack([np.arange(1)] * SEQ_LEN, SEQ_LEN, window=SEQ_LEN), 1)
     (long,) = batch(pack([np.arange(SEQ_LEN)], SEQ_LEN), 1)
     planner = PlanBatch(CP, (CAUSAL,), CONFIG).fit([long], margin=1.0)
-    with pytest.raises(ValueError, match=r"spec\.\w+.* is \d+, but \d+ is needed"):
+    with pytest.raises(ValueError, match=r"spec\.\w+.* is \d+, but \d+ is needed") as refusal:
         planner(short)
+    assert "larger margin" in "".join(refusal.value.__notes__)
     (grown,) = dataclasses.replace(planner, grow=True)(short).plans
     assert grown.spec.covers(planner.specs[0])
     (same,) = dataclasses.replace(planner, grow=True)(long).plans
@@ -94,6 +95,23 @@ def test_batch_that_does_not_fit_is_refused_with_the_size():
 def test_fit_needs_a_batch():
     with pytest.raises(ValueError, match="got none"):
         PlanBatch(CP, (CAUSAL,)).fit([])
+    with pytest.raises(ValueError, match=r"margin must be at least 1, got 0\.5"):
+        PlanBatch(CP, (CAUSAL,)).fit(_batches(), margin=0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"masks": CAUSAL}, "tuple of functions, got one"),
+        ({"masks": ()}, "masks must be functions, at least one"),
+        ({"masks": (mj.masks.causal(SEQ_LEN),)}, r"masks must be functions.*\(AttnMask\("),
+        ({"config": {"chunk_size": 8}}, "config must be a PlanConfig, got dict"),
+        ({"cp_size": "cp"}, "cp_size must be an integer, got 'cp'"),
+    ],
+)
+def test_planners_are_checked_when_they_are_made(fields, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        PlanBatch(**{"cp_size": CP, "masks": (CAUSAL,)} | fields)
 
 
 def test_planner_travels_to_other_processes_and_plans_ahead():

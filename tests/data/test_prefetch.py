@@ -83,6 +83,11 @@ def test_refuses_no_room_or_no_workers():
         Prefetch([], print, workers=0)
 
 
+def test_refuses_a_spec_for_a_sharding():
+    with pytest.raises(TypeError, match=r"sharding must be .*NamedSharding\(mesh, .*; got P"):
+        Prefetch([], print, sharding=jax.sharding.PartitionSpec("dp", "cp"))
+
+
 @pytest.mark.parametrize("waits_for", ["the source", "the function"])
 def test_closing_ends_a_consumer_that_waits(waits_for):
     go_on = threading.Event()
