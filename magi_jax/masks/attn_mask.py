@@ -188,6 +188,10 @@ class AttnMask:
             algebra.union(self.slices, other.slices), self.q_len, self.k_len, disjoint=True
         )
 
+    # A NumPy array on the left would otherwise take the mask for one of its own entries.
+    __array_ufunc__ = None
+    __rand__, __ror__ = __and__, __or__
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, AttnMask):
             return NotImplemented
@@ -212,6 +216,7 @@ class AttnMask:
         return functools.partial(AttnMask, disjoint=True), (self.slices, self.q_len, self.k_len)
 
     def _refuse_other_size(self, other: "AttnMask") -> None:
+        require_mask(other)
         if (self.q_len, self.k_len) != (other.q_len, other.k_len):
             raise ValueError(
                 "masks of different lengths cannot be combined: "

@@ -61,6 +61,7 @@ def dot_product_attention(
     Raises:
         NotImplementedError: a bias, a mask that differs between heads, or a mask or lengths that are
             traced.
+        TypeError: ``mask`` is an `AttnMask`.
         ValueError: shapes, dtypes or options do not fit each other.
     """
     if bias is not None:
@@ -75,7 +76,7 @@ def dot_product_attention(
                 f" {x.shape} and query {query.shape}"
             )
     batch, q_len, k_len = query.shape[0] if query.ndim == 4 else 1, query.shape[-3], key.shape[-3]
-    if local_window_size is None or isinstance(local_window_size, int):
+    if local_window_size is None or isinstance(local_window_size, int | np.integer):
         local_window_size = (local_window_size, local_window_size)
     band = masks.local(q_len, k_len, window=local_window_size, causal=is_causal)
     attend: Callable[..., Any] = functools.partial(
@@ -126,6 +127,11 @@ def _rectangle(q_len: int, k_len: int, queries: int, keys: int) -> AttnMask:
 
 def _dense(mask: ArrayLike, batch: int, num_heads: int, q_len: int, k_len: int) -> np.ndarray:
     """The mask as ``[B or 1, T, S]``."""
+    if isinstance(mask, AttnMask):
+        raise TypeError(
+            "dot_product_attention takes a dense mask, as that of jax.nn does, got an AttnMask; give it to"
+            " flex_flash_attention"
+        )
     dense = _concrete("mask", mask, "magi_jax.masks.from_dense(mask) or a builder")
     shape = (batch, num_heads, q_len, k_len)
     lead = (1,) * (4 - dense.ndim) + dense.shape

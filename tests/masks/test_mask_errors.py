@@ -1,5 +1,7 @@
 """Bad input gives one ValueError that names the values."""
 
+import operator
+
 import numpy as np
 import pytest
 
@@ -116,3 +118,12 @@ def test_overlap_names_both_slices_and_a_cell():
 def test_refusals_name_the_values(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("other", [np.ones((3, 3), bool), None])
+def test_masks_are_combined_with_masks_alone(other):
+    mask = masks.causal(3)
+    for combine in (operator.or_, operator.and_):
+        for pair in ((mask, other), (other, mask)):
+            with pytest.raises(TypeError, match=f"must be an AttnMask, got {type(other).__name__}"):
+                combine(*pair)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from magi_jax import masks
 from magi_jax.ops import dot_product_attention
 
 B, T, S, N, K, H = 2, 19, 26, 4, 2, 8
@@ -32,7 +33,7 @@ def _visible(t, s, options, batch=B):
         seen &= k <= q
     window = options.get("local_window_size")
     if window is not None:
-        left, right = (window, window) if isinstance(window, int) else window
+        left, right = window if isinstance(window, tuple) else (window, window)
         seen &= (q - left <= k) & (k <= q + right)
     for name, index in (("query_seq_lengths", q), ("key_value_seq_lengths", k)):
         if name in options:
@@ -76,7 +77,7 @@ def _check(operands, options, lead=(B,)):
 CAUSAL = ({}, {"is_causal": True})
 WINDOWS = (
     {},
-    {"local_window_size": 5},
+    {"local_window_size": np.int64(5)},
     {"local_window_size": (3, 0)},
     {"local_window_size": (0, 4)},
 )
@@ -145,6 +146,7 @@ def test_concrete_device_arrays_are_known_too(rng):
         ({"key_value_seq_lengths": np.array([1, 99])}, ValueError, r"lie in \[0, 26\]; got 99"),
         ({"local_window_size": (-1, 0)}, ValueError, "-1"),
         ({"implementation": "cudnn"}, ValueError, "cudnn"),
+        ({"mask": masks.full(T, S)}, TypeError, "got an AttnMask; give it to flex_flash_attention"),
     ],
 )
 def test_refusals(options, error, match, rng):
