@@ -76,7 +76,7 @@ def dot_product_attention(
                 f" {x.shape} and query {query.shape}"
             )
     batch, q_len, k_len = query.shape[0] if query.ndim == 4 else 1, query.shape[-3], key.shape[-3]
-    if local_window_size is None or isinstance(local_window_size, int | np.integer):
+    if local_window_size is None or isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
     band = masks.local(q_len, k_len, window=local_window_size, causal=is_causal)
     attend: Callable[..., Any] = functools.partial(

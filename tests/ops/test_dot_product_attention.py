@@ -33,7 +33,7 @@ def _visible(t, s, options, batch=B):
         seen &= k <= q
     window = options.get("local_window_size")
     if window is not None:
-        left, right = window if isinstance(window, tuple) else (window, window)
+        left, right = (window, window) if isinstance(window, int) else window
         seen &= (q - left <= k) & (k <= q + right)
     for name, index in (("query_seq_lengths", q), ("key_value_seq_lengths", k)):
         if name in options:
@@ -77,7 +77,7 @@ def _check(operands, options, lead=(B,)):
 CAUSAL = ({}, {"is_causal": True})
 WINDOWS = (
     {},
-    {"local_window_size": np.int64(5)},
+    {"local_window_size": 5},
     {"local_window_size": (3, 0)},
     {"local_window_size": (0, 4)},
 )
