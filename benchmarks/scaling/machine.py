@@ -58,6 +58,7 @@ class Moves(NamedTuple):
         cast, reduce: of each stage, ``[stages, ranks]``; in two steps of that between nodes.
         within: casts and reduces inside nodes, ``[2, stages, ranks]``, of transfers in two steps.
         travel_out, travel_back: of travelling queries, ``[ranks]``, all their steps.
+        near: of transfers in two steps, whether those of each stage take the step inside nodes alone.
     """
 
     cast: np.ndarray
@@ -65,6 +66,7 @@ class Moves(NamedTuple):
     within: np.ndarray | None = None
     travel_out: np.ndarray | None = None
     travel_back: np.ndarray | None = None
+    near: tuple[bool, ...] = ()
 
 
 def elements(rows: int) -> int:

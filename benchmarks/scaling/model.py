@@ -69,10 +69,14 @@ def our_moves(work: Work, machine: Machine) -> dict[str, Moves]:
         latency_us=machine.far_latency_us if ranks > NODE else machine.near_latency_us,
     )
     moves = {}
-    for which, traffic in (("forward", work.traffic), ("backward", work.backward_traffic)):
+    directions = (
+        ("forward", work.traffic, work.near),
+        ("backward", work.backward_traffic, work.backward_near),
+    )
+    for which, traffic, near in directions:
         steps = [timeline.link_rows(traffic[:, step], node) for step in range(traffic.shape[1])]
         (cast, reduce), *within = ((model.cast_us(*x), model.reduce_us(*x)) for x in steps)
-        found = Moves(cast, reduce, np.stack(within[0]) if within else None)
+        found = Moves(cast, reduce, np.stack(within[0]) if within else None, near=near)
         if work.travel_traffic is not None:
             rows = [timeline.link_rows(step, node) for step in work.travel_traffic]
             out, back = (
@@ -113,5 +117,7 @@ def _forward_us(work: Work, times: Times, moves: Moves, machine: Machine) -> flo
         returned = 3 * 4 * elements(work.rows) / machine.memory
     nothing = np.zeros_like(moves.cast)
     within = None if moves.within is None else np.stack([moves.within[0], nothing])
-    stages = timeline.DirectionWork(times.forward.T, moves.cast, nothing, 0.0, travel, within)
+    stages = timeline.DirectionWork(
+        times.forward.T, moves.cast, nothing, 0.0, travel, within, near=moves.near
+    )
     return schedule.simulate(stages).predicted_us + returned

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,6 +79,7 @@ class Work(NamedTuple):
         travel_traffic: query rows that travel, ``[steps, ranks, ranks]``.
         level_sizes, level_rows: group size and rows of each step of the hybrid strategy.
         alike: whether the backward pass has kept its keys and sends bfloat16; of our plans only.
+        near, backward_near: where rows take two steps, whether those of each stage take the second alone.
     """
 
     calls: np.ndarray
@@ -93,6 +94,8 @@ class Work(NamedTuple):
     level_sizes: tuple[int, ...] = ()
     level_rows: tuple[int, ...] = ()
     alike: bool = False
+    near: tuple[bool, ...] = ()
+    backward_near: tuple[bool, ...] = ()
 
 
 def problems(
@@ -222,13 +225,6 @@ def our_work(
             return 0
         return int(stages.late.num_rows.max())
 
-    def steps_of(comm: AnyComm) -> np.ndarray:
-        return np.stack([_traffic(step, num_ranks) for step in comm.steps])
-
-    def traffic_of(comms: Iterable[AnyComm]) -> np.ndarray:
-        found = [steps_of(comm) for comm in comms]
-        return np.stack(found) if found else np.zeros((0, 1, num_ranks, num_ranks))
-
     # Who keeps keys walks the stages in which they came.
     directions = plan.forward_stages, plan.forward_stages if alike else plan.backward_stages
     comms = [
@@ -236,15 +232,18 @@ def our_work(
         for stages in directions
     ]
     calls = [calls_of(stages, backward) for backward, stages in enumerate(directions)]
-    work = Work(*calls, plan.spec.local_len, *map(traffic_of, comms))
+    work = Work(*calls, plan.spec.local_len, *(_traffic_of(comm, num_ranks) for comm in comms))
     forward_late, backward_late = map(late_rows, directions)
     work = work._replace(late_rows=forward_late, backward_late_rows=backward_late, alike=alike)
+    work = work._replace(near=_near_of(comms[0]), backward_near=_near_of(comms[1]))
     if plan.travel is None:
         return work
     table = plan.travel.calc
     sizes = table.q_len, table.k_len, NUM_HEADS, NUM_KV_HEADS, "first"
     names = _add(pieces, _cells_of(table), num_ranks, sizes)
-    return work._replace(travel_calls=names, travel_traffic=steps_of(plan.travel.comm))
+    return work._replace(
+        travel_calls=names, travel_traffic=_traffic_of([plan.travel.comm], num_ranks)[0]
+    )
 
 
 def _hybrid_work(strategy: Hybrid, problem: Problem, pieces: dict[str, Piece]) -> Work:
@@ -283,6 +282,23 @@ def _add(pieces: dict[str, Piece], cells: tables.Cells, num_parts: int, sizes: t
         names[part] = piece.key
         pieces.setdefault(names[part], piece)
     return names
+
+
+def _traffic_of(comms: Sequence[AnyComm], num_ranks: int) -> np.ndarray:
+    """Rows of each transfer in each step, ``[stages, steps, ranks, ranks]``; those of one among others in
+    two are in the second.
+    """
+    steps = max((len(comm.steps) for comm in comms), default=1)
+    traffic = np.zeros((len(comms), steps, num_ranks, num_ranks))
+    for moved, comm in zip(traffic, comms, strict=True):
+        moved[-len(comm.steps) :] = [_traffic(step, num_ranks) for step in comm.steps]
+    return traffic
+
+
+def _near_of(comms: Sequence[AnyComm]) -> tuple[bool, ...]:
+    """Which transfers take one step among others in two."""
+    steps = max((len(comm.steps) for comm in comms), default=1)
+    return tuple(len(comm.steps) < steps for comm in comms)
 
 
 def _traffic(meta: CommMeta, num_ranks: int) -> np.ndarray:

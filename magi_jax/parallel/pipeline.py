@@ -5,7 +5,9 @@ attention of two: rows cross between nodes beside one and move inside the node b
 any time a step of either kind is in flight. Two steps in a row would not do: the second has to wait for the
 first, and by then attention has all of the device. Before the first remote stage there is one attention
 only, so the step inside the node comes after it, and hides behind nothing; in the same way that of the
-last gradients comes before the attention over own keys, which hides their way between nodes.
+last gradients comes before the attention over own keys, which hides their way between nodes. Stages whose
+rows all come from the own node take the step inside alone, so that neither happens where one is first or
+last: its rows move at once, while those of the first stage that has others cross.
 
 Everything here runs where all mesh axes are manual, on the arrays of one rank, and has no derivative.
 """
@@ -72,6 +74,7 @@ class Fetches:
     ):
         self.link, self.keys_values, self.kept = link, keys_values, kept
         self.steps = [transfer.steps for transfer in comm]
+        self.to_cross = [first for first, *last in self.steps if last]  # that were not started
         self.crossing: list[InFlight] = []  # first of two steps, of one stage or two
         self.arriving: InFlight | None = None  # last step, of the next stage
         if not comm or kept:
@@ -79,7 +82,8 @@ class Fetches:
         if len(self.steps[0]) == 1:
             self.arriving = link.start_cast(keys_values, self.steps[0][0])
         else:
-            self.crossing = [link.start_cast(keys_values, steps[0]) for steps in self.steps[:2]]
+            self._cross()
+        self._cross()
 
     def take(self, stage: int, done: tuple) -> tuple[KeysValues, tuple]:
         """Keys and values of a stage, and ``done``, results so far, which they wait for."""
@@ -100,18 +104,21 @@ class Fetches:
 
     def _start_next(self, stage: int, crossing: list[InFlight], begun: Any) -> None:
         """Starts what is to run beside the attention before a stage."""
-        self.crossing, self.arriving = [], None
+        self.crossing, self.arriving = crossing, None
         if stage >= len(self.steps):
             return
-        *_, last = self.steps[stage]
-        if len(self.steps[stage]) == 1:
-            self.arriving = self.link.start_cast(self.keys_values, after(last, begun))
-            return
-        rows = self.link.finish(crossing[0])
+        *crossed, last = self.steps[stage]
+        rows: Arrays = self.link.finish(self.crossing.pop(0)) if crossed else self.keys_values
         self.arriving = self.link.start_cast(rows, after(last, begun))
-        if stage + 1 < len(self.steps):
-            step = after(self.steps[stage + 1][0], begun)
-            self.crossing = [self.link.start_cast(self.keys_values, step)]
+        if crossed:
+            self._cross(begun)
+
+    def _cross(self, *begun: Any) -> None:
+        """Starts the first step of the next stage that takes two, if there is one."""
+        if self.to_cross:
+            step = self.to_cross.pop(0)
+            step = after(step, *begun) if begun else step
+            self.crossing.append(self.link.start_cast(self.keys_values, step))
 
     def behind_start(self, operand: Any) -> Any:
         """An operand of the computation that what is in flight is to hide behind."""

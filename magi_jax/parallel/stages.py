@@ -160,8 +160,11 @@ class Stages:
     def _remote_gradients(self, gradients, rows, dq, remote: Fetches, stages):
         """What all remote stages add to dQ, and the way back of their dK and dV."""
         (*others, delta), returns = rows, Returns(self._link)
-        for stage, table in enumerate(stages.calc[1:]):
+        order = range(len(stages.comm))
+        # Where keys are there already, those of other nodes come first: their gradients have the longer way.
+        for stage in reversed(order) if remote.kept else order:
             keys_values, (delta, dq) = remote.take(stage, (delta, dq))
+            table = stages.calc[stage + 1]
             table = returns.behind_start(remote.behind_start(table))
             dq, *stage_dkv = gradients((*others, delta), keys_values, table, dq=dq)
             dq = returns.collect(dq)

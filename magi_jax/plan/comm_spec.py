@@ -42,6 +42,11 @@ class CommSpec(Sizes):
     stride: int = 1
 
     @property
+    def is_near(self) -> bool:
+        """Whether rows stay inside groups of ranks, as those of own nodes do."""
+        return self.peers > 0
+
+    @property
     def num_peers(self) -> int:
         """Ranks of a group, the rank itself among them."""
         return self.peers or self.cp_size
@@ -109,6 +114,11 @@ class TwoLevelSpec(Sizes):
     second: StepSpec
 
     @property
+    def is_near(self) -> bool:
+        """Rows cross between nodes."""
+        return False
+
+    @property
     def across(self) -> CommSpec:
         """The step across nodes, between ranks with the same place in theirs."""
         nodes = self.cp_size // self.ranks_per_node
@@ -160,7 +170,7 @@ def grown(spec: AnyCommSpec, factor: float) -> Any:
     wide = rounded(spec, None, factor)
     pair_rows = max(min(wide.pair_rows, spec.src_rows), spec.pair_rows)
     arriving = bucket(math.ceil(spec.dst_rows * factor), MIN_BUFFER_ROWS)
-    others = bucket((spec.cp_size - 1) * spec.src_rows, MIN_BUFFER_ROWS)
+    others = bucket((spec.num_peers - 1) * spec.src_rows, MIN_BUFFER_ROWS)
     return dataclasses.replace(
         wide,
         dst_rows=max(min(arriving, others), spec.dst_rows),

@@ -33,13 +33,20 @@ def settled_overlap(overlap: Any) -> Overlap:
     if isinstance(overlap, str) and overlap in (AUTO, LATE):
         return overlap
     counts = overlap if isinstance(overlap, tuple) else (overlap,) * 2
-    if len(counts) != 2 or not all(isinstance(n, int | np.integer) and n >= 1 for n in counts):
+    if len(counts) != 2 or not all(map(_names_stages, counts)):
         raise ValueError(
-            'overlap must be "auto", "late", an integer of at least 1, or a pair of them, got'
-            f" {overlap!r}"
+            'overlap must be "auto", "late", an integer of at least 1, or a pair of them or of tuples'
+            f" of bools, got {overlap!r}"
         )
-    forward, backward = map(int, counts)
+    forward, backward = (n if isinstance(n, tuple) else int(n) for n in counts)
     return (forward, backward) if isinstance(overlap, tuple) else forward
+
+
+def _names_stages(count: Any) -> bool:
+    """Whether this settles the stages of a direction."""
+    if isinstance(count, tuple):
+        return any(count) and all(isinstance(is_near, bool) for is_near in count)
+    return isinstance(count, int | np.integer) and bool(count >= 1)
 
 
 def settled_travelling(travelling: Any) -> Travelling:
@@ -80,7 +87,9 @@ class PlanConfig:
         overlap: number of remote stages (at least 1), of both directions or ``(forward, backward)``;
             "late": none, but queries that need remote keys are computed last and at once; or "auto": what
             ``cost_model`` predicts to take least time, of late queries where they are few and, for each
-            direction, of 1 to 4 stages.
+            direction, of 1 to 4 stages. Where rows take two steps, one of a pair may list its stages instead:
+            whether each has keys of the own node alone (True) or those of others (False); "auto" looks at
+            some such lists too.
         travelling: query rows that go to the owners of their keys instead of having keys brought: "auto",
             where ``cost_model`` predicts less time for it; "never"; or rising disjoint ranges
             ``((begin, end), ...)``.

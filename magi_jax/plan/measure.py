@@ -11,7 +11,14 @@ from magi_jax.masks import AttnMask, bands
 from magi_jax.plan.lay_out.dispatch import layout_of
 from magi_jax.plan.report import PlanReport
 from magi_jax.plan.spec import OWN_KEYS
-from magi_jax.plan.tables import SEGMENT_ROWS, AnyComm, SliceTable, StageTables, TwoLevelComm
+from magi_jax.plan.tables import (
+    SEGMENT_ROWS,
+    AnyComm,
+    CommMeta,
+    SliceTable,
+    StageTables,
+    TwoLevelComm,
+)
 from magi_jax.plan.two_level import pieces_of, rows_between, rows_on_links
 from magi_jax.solver import intervals
 from magi_jax.solver.cost import schedule, timeline
@@ -138,12 +145,15 @@ def _works(plan, model: CostModel, per_node: int) -> list[timeline.DirectionWork
             near, far = (rows[0] for rows in links([plan.travel.comm]))
             away = _stage_slices(plan.travel.calc)
             two_level = _in_two_steps([plan.travel.comm])
-            travel = timeline.travel_work(away, (near, far), model, bool(backward), two_level)
-        merged_rows = plan.spec.local_len if stages.comm else 0
-        sizes, transfers = (merged_rows, model, bool(backward)), _transfers(stages)
+            local_len = plan.spec.local_len
+            travel = timeline.travel_work(
+                away, (near, far), local_len, model, bool(backward), two_level
+            )
+        sizes, transfers = (bool(stages.comm), model, bool(backward)), _transfers(stages)
         two_level = _in_two_steps(transfers)
+        near = tuple(isinstance(m, CommMeta) for m in transfers) if two_level else ()
         rows = timeline.link_rows(_moved_rows(stages, plan.cp_size), per_node)
-        works.append(timeline.direction_work(shapes, rows, *sizes, travel, two_level))
+        works.append(timeline.direction_work(shapes, rows, *sizes, travel, two_level, near))
     return works
 
 

@@ -82,6 +82,8 @@ def _shortfall(mine: Any, other: Any, path: str, capacity: bool) -> str | None:
         pairs = enumerate(zip(mine, other, strict=False))
         steps = ((f"{path}[{i}]", a, b, capacity) for i, (a, b) in pairs)
     elif isinstance(mine, Sizes):
+        if type(mine) is not type(other):
+            return f"{path} is a {type(mine).__name__}, but must be a {type(other).__name__}"
         steps = (
             (
                 f"{path}.{f.name}",

@@ -6,6 +6,7 @@ buckets, so that masks of similar size share a spec and a program is compiled on
 """
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -74,6 +75,11 @@ class StagesSpec(Sizes):
     calc: tuple[TableSpec, ...]
     comm: tuple[AnyCommSpec, ...]
     late: LateSpec | None = None
+
+    @property
+    def near(self) -> tuple[bool, ...]:
+        """Whether each remote stage has rows of own nodes alone."""
+        return tuple(spec.is_near for spec in self.comm)
 
 
 @dataclass(frozen=True)
@@ -159,10 +165,10 @@ class PlanSpec(Sizes):
         mine, found = self.ranks_per_node, other.ranks_per_node
         if mine is None and found is not None:
             return f"{path} has transfers in one step, but two are needed"
-        if mine is not None and found is None:
-            other = other.in_two(mine)
         if self.backward is not None:
             other = dataclasses.replace(other, backward=other.backward_stages)
+        if mine is not None:
+            other = other.in_two(mine, beside=self)
         return super().shortfall(other, path)
 
     def union(self, other: "PlanSpec") -> "PlanSpec":
@@ -178,22 +184,25 @@ class PlanSpec(Sizes):
             mine, other = both
         per_node = mine.ranks_per_node or other.ranks_per_node
         if per_node is not None:
-            mine, other = mine.in_two(per_node), other.in_two(per_node)
+            mine, other = mine.in_two(per_node, other), other.in_two(per_node, mine)
         return union_of(mine, other, "spec", capacity=False)
 
-    def in_two(self, ranks_per_node: int) -> "PlanSpec":
+    def in_two(self, ranks_per_node: int, beside: "PlanSpec") -> "PlanSpec":
         """The same with room for the transfers of attention in two steps; those that take two stay as
-        they are.
+        they are, and so do those of rows of own nodes where ``beside`` has none in two.
         """
 
-        def split(stages):
-            return dataclasses.replace(
-                stages, comm=tuple(c.in_two(ranks_per_node) for c in stages.comm)
+        def split(stages, others):
+            pairs = itertools.zip_longest(stages.comm, others.comm[: len(stages.comm)])
+            comm = (
+                c if c.is_near and (other is None or other.is_near) else c.in_two(ranks_per_node)
+                for c, other in pairs
             )
+            return dataclasses.replace(stages, comm=tuple(comm))
 
         return dataclasses.replace(
-            split(self),
-            backward=self.backward and split(self.backward),
+            split(self, beside),
+            backward=self.backward and split(self.backward, beside.backward_stages),
             travel=self.travel
             and dataclasses.replace(self.travel, comm=self.travel.comm.in_two(ranks_per_node)),
         )

@@ -18,6 +18,7 @@ def lay_out_transfer(
     path: str,
     engine: str,
     ranks_per_node: int | None,
+    is_near: bool = False,
 ) -> AnyComm:
     """Tables of a transfer that may take two steps.
 
@@ -28,12 +29,17 @@ def lay_out_transfer(
         path: what to call ``wanted`` in errors.
         engine: what sorts the pieces.
         ranks_per_node: of a transfer in two steps; None for one step.
+        is_near: whether all rows stay inside nodes, so that one step is enough, if ``wanted`` has no two.
 
     Raises:
         ValueError: ``wanted`` is too small or of another kind.
     """
-    if isinstance(wanted, CommSpec) or (wanted is None and ranks_per_node is None):
+    if isinstance(wanted, CommSpec):
+        sizes = dataclasses.replace(sizes, peers=wanted.peers, stride=wanted.stride)
         return comm_meta(pieces, sizes, wanted, path, engine)
+    if wanted is None and (ranks_per_node is None or is_near):
+        sizes = dataclasses.replace(sizes, peers=ranks_per_node or 0)
+        return comm_meta(pieces, sizes, None, path, engine)
     per_node = ranks_per_node if wanted is None else wanted.ranks_per_node
     assert per_node is not None
     steps = two_level.split(pieces, per_node, sizes.cp_size, engine)

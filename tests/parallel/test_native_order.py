@@ -60,22 +60,39 @@ def functions_with(text: str, target: str) -> list[str]:
     return [part for part in text.split("func.func")[1:] if target in part]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one step", "two steps"])
+NEAR = (True, False, False), (True, False, True)
+
+
+@pytest.fixture(
+    scope="module", params=[1, 2, NEAR], ids=["one step", "two steps", "own nodes first"]
+)
 def steps(request):
-    """Steps of each transfer: the second is inside pretended nodes of two ranks."""
+    """Steps of each transfer: the second is inside pretended nodes of two ranks. Or, for each direction,
+    which stages take the second alone.
+    """
     return request.param
+
+
+def steps_of(steps, backward):
+    """Steps of the transfer of each stage."""
+    if isinstance(steps, int):
+        return [steps] * STAGES
+    return [1 if is_near else 2 for is_near in steps[backward]]
 
 
 @pytest.fixture(scope="module")
 def text(steps):
     """A train step's attention, forward and backward, lowered for CUDA."""
-    cp_size = 2 * steps
+    overlap, cp_size = (STAGES, 2 * steps) if isinstance(steps, int) else (steps, 4)
     config = PlanConfig(
-        chunk_size=64, overlap=STAGES, ranks_per_node=cp_size // steps, two_level=steps == 2
+        chunk_size=64, overlap=overlap, ranks_per_node=2, two_level=cp_size == 4, travelling="never"
     )
     plan = make_plan(masks.causal(1024), cp_size, config)
     assert plan.spec.num_remote_stages == STAGES
-    assert len(plan.comm[0].steps) == steps
+    found = [
+        [len(comm.steps) for comm in s.comm] for s in (plan.forward_stages, plan.backward_stages)
+    ]
+    assert found == [steps_of(steps, backward) for backward in (False, True)]
     mesh = jax.sharding.AbstractMesh((cp_size,), ("cp",), axis_types=(AxisType.Auto,))
     transport = NativeCalls(1, 2, "cp", cp_size).transport()
     options = DistOptions(transport=transport, implementation="reference")
@@ -110,7 +127,12 @@ def test_no_copy_of_results_in_flight(text):
 # Calls that run beside no attention: in the backward pass the first fetch, and in two steps those that fill
 # the pipeline: the step inside the node of the first stage, with both steps before it where no attention
 # comes first, and that of the last sums, which leaves the step between nodes to the attention over own keys.
-EXPOSED = {("forward", 1): 0, ("backward", 1): 1, ("forward", 2): 1, ("backward", 2): 4}
+# Where rows of own nodes come first and last, it is the first fetch of the backward pass alone, and beside
+# it the step between nodes of the second.
+EXPOSED = {
+    ("forward", 1): 0, ("backward", 1): 1, ("forward", 2): 1, ("backward", 2): 4,
+    ("forward", NEAR): 0, ("backward", NEAR): 2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -121,7 +143,8 @@ def test_attention_waits_for_the_start_of_a_call_and_its_finish_for_attention(
     (body,) = [b for b in bodies if ("magi_jax_group_reduce_sum" in b) == (direction == "backward")]
     program = Program(body)
     targets = [target for _, target in program.calls]
-    casts, reduces = steps * STAGES, steps * STAGES * (direction == "backward")
+    casts = sum(steps_of(steps, direction == "backward"))
+    reduces = casts * (direction == "backward")
     assert targets.count("magi_jax_group_cast") == casts
     assert targets.count("magi_jax_group_reduce_sum") == reduces
     finishes = [v for v, target in program.calls if target == "magi_jax_group_finish"]

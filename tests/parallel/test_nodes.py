@@ -29,6 +29,7 @@ from magi_jax.plan.two_level import rows_on_links
 from magi_jax.testing import cases, hlo
 
 SIZE, SEQ_LEN = 61, 71
+NEAR, FAR = True, False
 BLOCK = masks.causal(SEQ_LEN) | masks.global_rows(SEQ_LEN, rows=(30, 33))
 NODES = PlanConfig(
     seq_len=SEQ_LEN,
@@ -43,7 +44,12 @@ NODES = PlanConfig(
 
 @pytest.mark.parametrize(
     ("ranks_per_node", "stages", "strategy", "travelling"),
-    [(2, (3, 2), "balanced", ((30, 33),)), (4, (1, 2), "zigzag", "never")],
+    [
+        (2, (3, 2), "balanced", ((30, 33),)),
+        (4, (1, 2), "zigzag", "never"),
+        (2, ((FAR, NEAR, FAR), (NEAR, FAR)), "lpt", "never"),
+        (4, ((NEAR, FAR), (NEAR, FAR, NEAR)), "lpt", ((30, 33),)),
+    ],
 )
 def test_every_mask(ranks_per_node, stages, strategy, travelling, rng):
     named = {n: m for n, m in cases.mask_cases(SIZE).items() if m.q_len == m.k_len}
@@ -98,6 +104,14 @@ def test_kept_keys_and_narrow_sums(rng):
     options = DistOptions(keep_remote_kv=True, reduce_dtype="bfloat16")
     answer = run_with(make_mesh(cp=4), options=options)(dispatched(problem, plan), plan)
     check(answer, plan, expected(problem, BLOCK), tolerance=3e-2)
+
+
+def test_kept_keys_of_own_nodes_and_others(rng):
+    overlap = (NEAR, FAR, NEAR), (NEAR, FAR)
+    plan = make_plan(BLOCK, 4, dataclasses.replace(NODES, overlap=overlap))
+    problem = random_problem(rng, SEQ_LEN, heads=6, kv_heads=2)
+    run = run_with(make_mesh(cp=4), options=DistOptions(keep_remote_kv=True))
+    check(run(dispatched(problem, plan), plan), plan, expected(problem, BLOCK))
 
 
 def test_a_batch_with_a_plan_for_each_sequence(rng):

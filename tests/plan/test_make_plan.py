@@ -221,7 +221,7 @@ def test_all_queries_are_late_where_merging_a_stage_costs_more_than_waiting():
         plan = make_plan(varlen_causal([32768 * cp_size]), cp_size)
         assert (plan.late is not None) == late
         fixed = make_plan(varlen_causal([32768 * cp_size]), cp_size, PlanConfig(overlap=1))
-        assert plan.report().predicted_us <= 1.000001 * fixed.report().predicted_us
+        assert plan.report().predicted_us <= 1.02 * fixed.report().predicted_us
 
 
 def test_refusals():
@@ -239,7 +239,7 @@ def test_refusals():
     for travelling in ("always", ((3, 3),), ((4, 8), (6, 9)), ((5, 2),)):
         with pytest.raises(ValueError, match="travelling must"):
             PlanConfig(travelling=travelling)
-    for overlap in (0, -1, "two", 1.5, (1,), (1, 0)):
+    for overlap in (0, -1, "two", 1.5, (1,), (1, 0), (1, ()), (1, (False,)), (1, (True, 2))):
         with pytest.raises(ValueError, match="overlap must be"):
             PlanConfig(overlap=overlap)
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):

@@ -9,7 +9,7 @@ from plan_checks import check_plan
 from plan_simulation import computed_cells
 
 from magi_jax import masks
-from magi_jax.plan import PlanConfig, TwoLevelComm, make_plan, stack_plans
+from magi_jax.plan import CommMeta, PlanConfig, TwoLevelComm, make_plan, stack_plans
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.cost.model import CostModel
 from magi_jax.testing import cases
@@ -33,6 +33,50 @@ def test_every_cell_once_and_every_row_once_per_node(ranks_per_node, rng):
         twin = make_plan(mask, 8, dataclasses.replace(config, engine="numpy"))
         assert twin.fingerprint() == plan.fingerprint()
         assert plan.fingerprint() == make_plan(mask, 8, config).fingerprint()
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 4])
+def test_stages_of_own_nodes_need_not_cross(ranks_per_node, rng):
+    overlap = (True, False), (True, False, True)
+    config = dataclasses.replace(NODES, ranks_per_node=ranks_per_node, overlap=overlap)
+    for mask in (MASK, cases.random_mask(rng, SIZE, SIZE, 20), masks.local(SIZE, window=(3, 0))):
+        plan = make_plan(mask, 8, config)
+        for found, wanted in zip((plan.comm, plan.backward.comm), overlap, strict=True):
+            assert [isinstance(comm, CommMeta) for comm in found] == list(wanted)
+        check_plan(plan, mask, walk=mask is MASK)
+        twin = make_plan(mask, 8, dataclasses.replace(config, engine="numpy"))
+        assert twin.fingerprint() == plan.fingerprint()
+        alike = make_plan(mask, 8, dataclasses.replace(config, overlap=(2, 3)))
+        if plan.travel is None:
+            assert plan.report().crossing_rows.sum() == alike.report().crossing_rows.sum()
+        both = plan.spec.union(alike.spec)
+        assert both == alike.spec.union(plan.spec)
+        assert not any(both.forward_stages.near + both.backward_stages.near)
+        check_plan(alike.pad_to(both), mask, walk=False)
+        cells = computed_cells(plan.pad_to(both), walk=False)
+        np.testing.assert_array_equal(cells[: mask.q_len, : mask.k_len], mask.dense())
+        with pytest.raises(ValueError, match="must be a"):
+            alike.pad_to(plan.spec.scaled(3.0))
+    wide = plan.spec.union(make_plan(MASK, 8, config).spec).scaled(2.0)
+    assert (wide.forward_stages.near, wide.backward_stages.near) == overlap
+    check_plan(plan.pad_to(wide), mask, walk=False)
+    fitted = make_plan(MASK, 8, PlanConfig(chunk_size=8, travelling=NODES.travelling), wide)
+    check_plan(fitted, MASK, walk=False)
+    with pytest.raises(ValueError, match=r"no stage has the rows of other nodes"):
+        make_plan(MASK, 8, dataclasses.replace(config, overlap=((True,), (True, False))))
+    with pytest.raises(ValueError, match="want rows to take two steps"):
+        make_plan(MASK, 8, dataclasses.replace(config, two_level=False))
+
+
+def test_own_nodes_come_first_where_others_are_far_away():
+    model = CostModel(node_link_gbps=20.0)
+    config = PlanConfig(ranks_per_node=4, cost_model=model, two_level=True)
+    plan = make_plan(masks.causal(65536), 8, config)
+    assert plan.spec.forward_stages.near[0]
+    assert plan.spec.backward_stages.near[0]
+    for overlap in (1, 2, 3, 4):
+        other = make_plan(masks.causal(65536), 8, dataclasses.replace(config, overlap=overlap))
+        assert plan.report(model).predicted_us < other.report(model).predicted_us
 
 
 def test_the_cost_model_chooses():

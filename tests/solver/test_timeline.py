@@ -11,7 +11,13 @@ from magi_jax.solver import dispatch
 from magi_jax.solver.cost import schedule, timeline
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.cost.model import CostModel
-from magi_jax.solver.overlap.choose_stages import CompiledTimes, NumpyTimes, choose_stages
+from magi_jax.solver.overlap.choose_stages import (
+    NEAR_STAGES,
+    CompiledTimes,
+    Kind,
+    NumpyTimes,
+    choose_stages,
+)
 from magi_jax.solver.overlap.travelling import Ranges, split_slices
 from magi_jax.solver.work.find_work import Keys, find_work, traffic
 from magi_jax.solver.work.stages import StageSlices
@@ -34,7 +40,7 @@ def work_of(kernel, cast, reduce, merge_us=0.0, travel=None):
         np.array(part, float).reshape(len(part), -1) for part in (kernel, cast, reduce)
     )
     if travel is not None:
-        travel = timeline.TravelWork(*(np.array([part], float) for part in travel))
+        travel = timeline.TravelWork(*(np.array([part], float) for part in travel), merge_us)
     return timeline.DirectionWork(kernel, cast, reduce, merge_us, travel)
 
 
@@ -120,11 +126,13 @@ def test_engines_predict_the_same_times(name):
         for two_level in (False, True):
             for a, b in zip(twin.held_up(two_level), compiled.held_up(two_level), strict=True):
                 assert a.tolist() == b.tolist()
-            for count, turned in ((1, False), (2, False), (4, False), (3, True), (4, True)):
-                kind = count, turned, two_level
-                assert compiled.times_us(*kind) == pytest.approx(twin.times_us(*kind), rel=1e-12)
-                per_node = 2 if two_level else None
-                staged = [work.staged(count, turned, per_node) for work in works]
+            kinds = [(1, False), (2, False), (4, False), (3, True), (4, True)]
+            kinds = [Kind(*kind, two_level) for kind in kinds]
+            if two_level:
+                kinds += [Kind(len(near), False, True, near) for near in NEAR_STAGES]
+            for kind in kinds:
+                assert compiled.times_us(kind) == pytest.approx(twin.times_us(kind), rel=1e-12)
+                staged = [times.staged(kind) for times in (compiled, twin)]
                 assert all(map(np.array_equal, staged[0].remote, staged[1].remote))
         choices = [choose_stages(work, 78, machine) for work in works]
         assert choices[0].two_level == choices[1].two_level
@@ -167,7 +175,7 @@ def test_the_fastest_of_one_to_four_stages_is_chosen_for_each_direction():
             count = staged.num_remote_stages
             rows = timeline.link_rows(traffic(staged.remote, count, 2), 2)
             direction = timeline.direction_work(
-                timeline.shapes_of(staged.slices, 2, model), rows, 2048, model, bool(backward)
+                timeline.shapes_of(staged.slices, 2, model), rows, True, model, bool(backward)
             )
             found_us = schedule.simulate(direction).predicted_us
             assert found_us <= min(times_us)
@@ -183,7 +191,7 @@ def predict(work, count, turned, model, backward):
     staged = work.staged(count, turned)
     rows = timeline.link_rows(traffic(staged.remote, count, 2), 2)
     direction = timeline.direction_work(
-        timeline.shapes_of(staged.slices, 2, model, "compiled"), rows, 2048, model, backward
+        timeline.shapes_of(staged.slices, 2, model, "compiled"), rows, True, model, backward
     )
     return schedule.simulate(direction).predicted_us
 
@@ -203,18 +211,18 @@ def test_direction_work_adds_the_slices_of_a_rank():
     far = StageSlices(masks.full(500).slices, np.array([1]))
     rows = timeline.link_rows(np.array([[[0, 100], [0, 0]]]), 2)
     shapes = timeline.shapes_of([local, far], 2, PLAIN)
-    work = timeline.direction_work(shapes, rows, 10, PLAIN, backward=False)
+    work = timeline.direction_work(shapes, rows, True, PLAIN, backward=False)
     assert work.kernel_us.tolist() == [pytest.approx([1000, 1000]), pytest.approx([0, 1000])]
     assert work.cast_us.tolist() == [[42.0, 42.0]]
     assert work.reduce_us.tolist() == [[0.0, 0.0]]
-    back = timeline.direction_work(shapes, rows, 10, PLAIN, backward=True)
+    back = timeline.direction_work(shapes, rows, True, PLAIN, backward=True)
     assert back.reduce_us.tolist() == [[82.0, 82.0]]
 
 
 def test_travelling_rows_weigh_queries_and_outputs():
     away = StageSlices(masks.full(500).slices, np.array([1]))
     rows = timeline.link_rows(np.array([[0, 100], [0, 0]]), 2)
-    work = timeline.travel_work(away, rows, PLAIN, backward=False)
+    work = timeline.travel_work(away, rows, 10, PLAIN, backward=False)
     # 10 heads of 100 dims: 2,000 bytes out, 4,040 back at 1 GB/s, and 2 us of latency.
     assert work.out_us.tolist() == [202.0, 202.0]
     assert work.return_us.tolist() == [406.0, 406.0]

@@ -113,9 +113,11 @@ def test_both_engines_cut_alike_and_count_the_same(rng):
         assert across.sum() == len(distinct)
 
 
-def work_of(kernel, cast, reduce, within, merge_us=0.0):
+def work_of(kernel, cast, reduce, within, near=()):
     arrays = (np.array(part, float)[:, None] for part in (kernel, cast, reduce))
-    return timeline.DirectionWork(*arrays, merge_us, None, np.array(within, float)[..., None])
+    """Times of one rank; in the backward pass where any gradients move."""
+    within = np.array(within, float)[..., None]
+    return timeline.DirectionWork(*arrays, 0.0, None, within, any(reduce) or any(within[1]), near)
 
 
 def test_steps_run_beside_attention_on_links_of_their_own():
@@ -130,9 +132,33 @@ def test_steps_run_beside_attention_on_links_of_their_own():
 
 def test_sums_are_made_in_the_node_before_they_cross():
     found = schedule.simulate(work_of([10, 10, 10], [1, 1], [7, 8], [[1, 1], [4, 20]]))
-    assert found.within[1, :, 0].tolist() == [[21, 25], [31, 51]]
-    assert found.reduce[:, 0].tolist() == [[25, 32], [51, 59]]
-    assert found.predicted_us == 59
+    assert found.compute[:, 0].tolist() == [[42, 52], [2, 12], [12, 22]]
+    # Sums in the node run beside the next stage, and cross when it is done; the last cross beside own keys.
+    assert found.within[1, :, 0].tolist() == [[12, 16], [22, 42]]
+    assert found.reduce[:, 0].tolist() == [[22, 29], [42, 50]]
+    assert found.predicted_us == 52
+
+
+def test_rows_of_own_nodes_move_at_once_while_others_cross():
+    near = True, False, False
+    found = schedule.simulate(
+        work_of([20, 10, 10, 10], [0, 24, 9], [0] * 3, [[3, 4, 5], [0, 0, 0]], near)
+    )
+    assert found.cast[1:, 0].tolist() == [[0, 24], [24, 33]]
+    # Attention over near rows waits for others to have crossed, since they move inside the node beside it.
+    assert found.within[0, :, 0].tolist() == [[0, 3], [24, 28], [34, 39]]
+    assert found.compute[:, 0].tolist() == [[0, 20], [24, 34], [34, 44], [44, 54]]
+
+
+def test_sums_of_near_rows_that_come_last_hide_beside_own_keys():
+    near = True, False, True
+    work = work_of([10, 10, 10, 10], [0, 1, 0], [0, 7, 0], [[3, 1, 1], [4, 5, 6]], near)
+    found = schedule.simulate(work)
+    assert found.within[0, :, 0].tolist() == [[0, 3], [3, 4], [17, 18]]
+    assert found.compute[:, 0].tolist() == [[33, 43], [3, 13], [13, 23], [23, 33]]
+    assert found.within[1, :, 0].tolist() == [[13, 17], [23, 28], [33, 39]]
+    assert found.reduce[:, 0].tolist() == [[0, 0], [33, 40], [0, 0]]
+    assert found.predicted_us == 43
 
 
 def test_the_way_is_chosen_by_predicted_time(rng):

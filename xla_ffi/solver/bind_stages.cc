@@ -47,9 +47,13 @@ class StageCutter {
   }
 
   // (remote [E, 7], slices [C, 6], group [C]).
-  py::tuple Cut(int64_t num_stages, bool turned, bool two_level) const {
+  //
+  // near: in two steps, whether each stage has rows of own nodes or the others; empty for all
+  // alike.
+  py::tuple Cut(int64_t num_stages, bool turned, bool two_level,
+                const std::vector<bool>& near) const {
     LinkRows rows(num_stages, layout_.num_ranks);
-    const std::vector<RemoteRange> far = Split(num_stages, turned, two_level, &rows);
+    const std::vector<RemoteRange> far = Split(num_stages, turned, two_level, near, &rows);
     const StageSlices stages = CutStages(cut_, far, layout_, num_stages);
     return py::make_tuple(Table(far), Table(stages.slices), Column(stages.group));
   }
@@ -58,20 +62,22 @@ class StageCutter {
   //
   // local: further slices [A, 6] of stage 0 and their ranks [A].
   // rates: for each direction (log_keys [P], tflops [P], us_per_cell, cast_bytes, reduce_bytes,
-  //   link_gbps, node_link_gbps, latency_us, merge_us).
-  // travel: for each direction (out, kernel, return) [3, R], or None.
+  //   link_gbps, node_link_gbps, latency_us, launch_us, merge_us_per_row).
+  // travel: for each direction (out, kernel, return, merge) [4, R], or None.
   std::pair<double, double> Predict(
-      int64_t num_stages, bool turned, bool two_level, const std::pair<Ints, Ints>& local,
-      const std::pair<py::tuple, py::tuple>& rates,
+      int64_t num_stages, bool turned, bool two_level, const std::vector<bool>& near,
+      const std::pair<Ints, Ints>& local, const std::pair<py::tuple, py::tuple>& rates,
       const std::optional<std::pair<Doubles, Doubles>>& travel) const {
     const int64_t num_ranks = layout_.num_ranks;
     LinkRows rows(num_stages, num_ranks);
-    const std::vector<RemoteRange> far = Split(num_stages, turned, two_level, &rows);
+    const std::vector<RemoteRange> far = Split(num_stages, turned, two_level, near, &rows);
+    const Steps steps = {two_level, near};
     const RatesOf forward(rates.first, false), backward(rates.second, true);
     const auto num_groups = static_cast<size_t>((num_stages + 1) * num_ranks);
     KernelTimes times = {std::vector<double>(num_groups, 0.0),
                          std::vector<double>(num_groups, 0.0)};
-    for (const StagePiece& piece : CutPieces(cut_, far, layout_))
+    const std::vector<StagePiece> pieces = CutPieces(cut_, far, layout_);
+    for (const StagePiece& piece : pieces)
       AddKernelTime(piece.slice, piece.group, forward.rates, backward.rates, &times);
     Require(local.first.size() == 6 * local.second.size(), "slices and ranks do not fit together");
     const auto* slices = RowsOf<BandSlice>(local.first);
@@ -81,13 +87,15 @@ class StageCutter {
       AddKernelTime(slices[i], rank, forward.rates, backward.rates, &times);
     }
     const auto travels = [&](const Doubles& of) {
-      Require(of.size() == 3 * num_ranks, "three times of each rank are needed");
-      return TravelTimes{of.data(), of.data() + num_ranks, of.data() + 2 * num_ranks};
+      Require(of.size() == 4 * num_ranks, "four times of each rank are needed");
+      return TravelTimes{of.data(), of.data() + num_ranks, of.data() + 2 * num_ranks,
+                         of.data() + 3 * num_ranks};
     };
-    const TravelTimes none = {nullptr, nullptr, nullptr};
-    return {PredictUs(times.forward_us, rows, num_ranks, num_stages, two_level, forward.rates,
+    const TravelTimes none = {nullptr, nullptr, nullptr, nullptr};
+    const std::vector<int64_t> merged = TouchedRows(pieces, (num_stages + 1) * num_ranks);
+    return {PredictUs(times.forward_us, merged, rows, num_ranks, num_stages, steps, forward.rates,
                       travel ? travels(travel->first) : none),
-            PredictUs(times.backward_us, rows, num_ranks, num_stages, two_level, backward.rates,
+            PredictUs(times.backward_us, merged, rows, num_ranks, num_stages, steps, backward.rates,
                       travel ? travels(travel->second) : none)};
   }
 
@@ -95,7 +103,7 @@ class StageCutter {
   Ints HeldUp(bool two_level) const {
     const int64_t num_ranks = layout_.num_ranks;
     LinkRows rows(1, num_ranks);
-    Split(1, false, two_level, &rows);
+    Split(1, false, two_level, {}, &rows);
     Ints out({int64_t{2}, num_ranks});
     for (int64_t r = 0; r < num_ranks; ++r) {
       out.mutable_data()[r] = std::max(rows.near_in[r], rows.near_out[r]);
@@ -113,19 +121,22 @@ class StageCutter {
       rates = {log_keys.data(),      tflops.data(),        log_keys.size(),
                of[2].cast<double>(), of[3].cast<double>(), of[4].cast<double>(),
                of[5].cast<double>(), of[6].cast<double>(), of[7].cast<double>(),
-               of[8].cast<double>(), own_keys_last};
+               of[8].cast<double>(), of[9].cast<double>(), own_keys_last};
     }
     Doubles log_keys, tflops;
     Rates rates;
   };
 
   std::vector<RemoteRange> Split(int64_t num_stages, bool turned, bool two_level,
-                                 LinkRows* rows) const {
+                                 const std::vector<bool>& near, LinkRows* rows) const {
     Require(num_stages >= 0, "there is no negative number of stages");
     const int64_t num_ranks = layout_.num_ranks;
     if (num_stages == 0) return {};
     if (two_level) {
       Require(num_ranks % ranks_per_node_ == 0, "ranks are not whole nodes");
+      Require(near.empty() || static_cast<int64_t>(near.size()) == num_stages,
+              "what is near must be said of each stage or of none");
+      if (!near.empty()) return SplitByNode(far_, num_ranks, near, ranks_per_node_, rows);
       return SplitNodeStages(far_, num_ranks, num_stages, ranks_per_node_, turned, rows);
     }
     std::vector<RemoteRange> far =

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <stdexcept>
 
 namespace magi_jax::solver {
 namespace {
@@ -46,23 +47,11 @@ void ForEachStage(const std::vector<StageCell>& cells, int64_t first, int64_t co
   }
 }
 
-}  // namespace
-
-LinkRows CountLinkRows(const std::vector<RemoteRange>& remote, int64_t num_ranks,
-                       int64_t num_stages, int64_t ranks_per_node) {
-  LinkRows out(num_stages, num_ranks);
-  for (const RemoteRange& range : remote) {
-    const bool near = range.src / ranks_per_node == range.dst / ranks_per_node;
-    const int64_t rows = range.end - range.begin, base = range.stage * num_ranks;
-    (near ? out.near_in : out.far_in)[base + range.dst] += rows;
-    (near ? out.near_out : out.far_out)[base + range.src] += rows;
-  }
-  return out;
-}
-
-std::vector<RemoteRange> SplitNodeStages(const std::vector<RemoteRange>& remote, int64_t num_ranks,
-                                         int64_t num_stages, int64_t ranks_per_node, bool turned,
-                                         LinkRows* moved) {
+// `SplitNodeStages` whose stages are called `names`.
+std::vector<RemoteRange> SplitInto(const std::vector<int64_t>& names,
+                                   const std::vector<RemoteRange>& remote, int64_t num_ranks,
+                                   int64_t ranks_per_node, bool turned, LinkRows* moved) {
+  const auto num_stages = static_cast<int64_t>(names.size());
   const int64_t num_nodes = num_ranks / ranks_per_node;
   std::vector<RemoteRange> out;
   std::vector<int64_t> order, filled(num_stages);
@@ -82,6 +71,7 @@ std::vector<RemoteRange> SplitNodeStages(const std::vector<RemoteRange>& remote,
     DistinctRows(remote, &order, [&](const RemoteRange& range, int64_t place, int64_t count) {
       if (range.src / ranks_per_node == node) return;  // the owner is the relay
       ForEachStage(cells, place, count, [&](int64_t stage, int64_t, int64_t part) {
+        stage = names[stage];
         moved->far_in[stage * num_ranks + relay_of(range.src)] += part;
         moved->far_out[stage * num_ranks + range.src] += part;
       });
@@ -99,8 +89,9 @@ std::vector<RemoteRange> SplitNodeStages(const std::vector<RemoteRange>& remote,
                    [&](int64_t stage, int64_t at, int64_t part) {
                      const int64_t skipped = at - place, begin = range.begin + skipped;
                      out.push_back({range.dst, range.src, begin, begin + part,
-                                    range.src_row + skipped, stage, filled[stage]});
+                                    range.src_row + skipped, names[stage], filled[stage]});
                      filled[stage] += part;
+                     stage = names[stage];
                      const int64_t relay = relay_of(range.src);
                      if (relay == range.dst) return;
                      moved->near_in[stage * num_ranks + range.dst] += part;
@@ -108,6 +99,53 @@ std::vector<RemoteRange> SplitNodeStages(const std::vector<RemoteRange>& remote,
                    });
     }
   }
+  return out;
+}
+
+}  // namespace
+
+LinkRows CountLinkRows(const std::vector<RemoteRange>& remote, int64_t num_ranks,
+                       int64_t num_stages, int64_t ranks_per_node) {
+  LinkRows out(num_stages, num_ranks);
+  for (const RemoteRange& range : remote) {
+    const bool near = range.src / ranks_per_node == range.dst / ranks_per_node;
+    const int64_t rows = range.end - range.begin, base = range.stage * num_ranks;
+    (near ? out.near_in : out.far_in)[base + range.dst] += rows;
+    (near ? out.near_out : out.far_out)[base + range.src] += rows;
+  }
+  return out;
+}
+
+std::vector<RemoteRange> SplitNodeStages(const std::vector<RemoteRange>& remote, int64_t num_ranks,
+                                         int64_t num_stages, int64_t ranks_per_node, bool turned,
+                                         LinkRows* moved) {
+  std::vector<int64_t> names(num_stages);
+  std::iota(names.begin(), names.end(), 0);
+  return SplitInto(names, remote, num_ranks, ranks_per_node, turned, moved);
+}
+
+std::vector<RemoteRange> SplitByNode(const std::vector<RemoteRange>& remote, int64_t num_ranks,
+                                     const std::vector<bool>& near, int64_t ranks_per_node,
+                                     LinkRows* moved) {
+  std::vector<RemoteRange> parts[2];
+  for (const bool kind : {true, false}) {
+    std::vector<int64_t> names;
+    for (size_t stage = 0; stage < near.size(); ++stage)
+      if (near[stage] == kind) names.push_back(static_cast<int64_t>(stage));
+    std::vector<RemoteRange> rows;
+    for (const RemoteRange& range : remote)
+      if ((range.src / ranks_per_node == range.dst / ranks_per_node) == kind) rows.push_back(range);
+    if (rows.empty()) continue;
+    if (names.empty())
+      throw std::invalid_argument(kind ? "no stage has the rows of own nodes"
+                                       : "no stage has the rows of other nodes");
+    parts[kind] = SplitInto(names, rows, num_ranks, ranks_per_node, false, moved);
+  }
+  std::vector<RemoteRange> out(parts[0].size() + parts[1].size());
+  std::merge(parts[0].begin(), parts[0].end(), parts[1].begin(), parts[1].end(), out.begin(),
+             [](const RemoteRange& a, const RemoteRange& b) {
+               return a.dst < b.dst || (a.dst == b.dst && a.begin < b.begin);
+             });
   return out;
 }
 

@@ -26,11 +26,18 @@ struct LinkRows {
 LinkRows CountLinkRows(const std::vector<RemoteRange>& remote, int64_t num_ranks,
                        int64_t num_stages, int64_t ranks_per_node);
 
-// Cuts the distinct rows of each node into stages, and counts what both steps of their way move:
-// first to the rank with the owner's place in the receivers' node, then on inside the node.
+// Cuts the distinct rows of each node into `num_stages` stages, and counts what both steps of their
+// way move: first to the rank with the owner's place in the receivers' node, then on inside the
+// node.
 std::vector<RemoteRange> SplitNodeStages(const std::vector<RemoteRange>& remote, int64_t num_ranks,
                                          int64_t num_stages, int64_t ranks_per_node, bool turned,
                                          LinkRows* moved);
+
+// The same with rows of the receivers' own nodes in the stages that are `near`, and all others in
+// the other stages. Throws std::invalid_argument if there are rows of a kind without stages.
+std::vector<RemoteRange> SplitByNode(const std::vector<RemoteRange>& remote, int64_t num_ranks,
+                                     const std::vector<bool>& near, int64_t ranks_per_node,
+                                     LinkRows* moved);
 
 }  // namespace magi_jax::solver
 

@@ -27,13 +27,13 @@ struct RankTimes {
   int64_t num_stages;
   std::vector<double> kernel, cast, reduce;  // [1 + S], [S], [S]
   std::vector<double> cast_within, reduce_within;
-  double merge_us;
+  std::vector<double> merge;  // [1 + S], of stage 0 nothing
   bool travels;
-  double travel_out, travel_kernel, travel_return;
+  double travel_out, travel_kernel, travel_return, travel_merge;
 };
 
 double Finish(const RankTimes& t, double last, double kernel_free, double returned) {
-  const double done = t.travels ? std::max(kernel_free, returned) + t.merge_us : kernel_free;
+  const double done = t.travels ? std::max(kernel_free, returned) + t.travel_merge : kernel_free;
   return std::max(last, done);
 }
 
@@ -50,7 +50,7 @@ double ForwardInOneStep(const RankTimes& t) {
   const double visitors = t.travels ? link.Move(0.0, t.travel_out) : 0.0;
   for (int64_t stage = 0; stage <= t.num_stages; ++stage) {
     const double begin = std::max(kernel_free, arrived);
-    kernel_free = begin + t.kernel[stage] + (stage > 0 ? t.merge_us : 0.0);
+    kernel_free = begin + t.kernel[stage] + t.merge[stage];
     if (stage < t.num_stages) arrived = link.Move(begin, t.cast[stage]);
     if (stage == 0) Travel(t, visitors, &link, &kernel_free, &returned);
     if (stage > 0) last = link.Move(kernel_free, t.reduce[stage - 1]);
@@ -66,7 +66,7 @@ double BackwardInOneStep(const RankTimes& t) {
   for (int64_t stage = 1; stage <= t.num_stages; ++stage) {
     const double begin = std::max(kernel_free, arrived);
     if (stage < t.num_stages) arrived = link.Move(begin, t.cast[stage]);
-    kernel_free = begin + t.kernel[stage] + t.merge_us;
+    kernel_free = begin + t.kernel[stage] + t.merge[stage];
     link.Move(kernel_free, t.reduce[stage - 1]);
   }
   kernel_free += t.kernel[0];
@@ -74,37 +74,56 @@ double BackwardInOneStep(const RankTimes& t) {
   return Finish(t, link.free, kernel_free, returned);
 }
 
-double InTwoSteps(const RankTimes& t, bool own_keys_last) {
+double InTwoSteps(const RankTimes& t, const std::vector<bool>& near_stages, bool own_keys_last) {
   Link far, near;
   const int64_t num_stages = t.num_stages;
   double kernel_free = 0.0, visitors = 0.0, returned = 0.0, arrived = 0.0;
-  double crossed[2] = {0.0, 0.0};  // of this stage and the next
+  const auto is_near = [&](int64_t stage) { return !near_stages.empty() && near_stages[stage]; };
+  std::vector<double> crossed(num_stages, 0.0);
+  int64_t next = 0;
+  // Rows of the next stage that has any to cross between nodes.
+  const auto cross = [&](double start) {
+    while (next < num_stages && is_near(next)) ++next;
+    if (next < num_stages) crossed[next] = far.Move(start, t.cast[next]);
+    ++next;
+  };
   const auto local = [&] {
     kernel_free += t.kernel[0];
     Travel(t, visitors, &far, &kernel_free, &returned);
   };
+  const bool begins_near = num_stages > 0 && is_near(0);
   if (t.travels && !own_keys_last) visitors = far.Move(0.0, t.travel_out);
-  for (int64_t stage = 0; stage < std::min<int64_t>(num_stages, 2); ++stage)
-    crossed[stage] = far.Move(0.0, t.cast[stage]);
+  if (begins_near) arrived = near.Move(0.0, t.cast_within[0]);
+  cross(0.0);
+  if (!begins_near) cross(0.0);
   if (t.travels && own_keys_last) visitors = far.Move(0.0, t.travel_out);
   const double before_travel = own_keys_last ? 0.0 : t.kernel[0];
-  if (num_stages > 0)  // nothing hides the first step inside the node
+  if (num_stages > 0 && !begins_near)  // nothing hides the first step inside the node
     arrived = near.Move(std::max(before_travel, crossed[0]), t.cast_within[0]);
   if (!own_keys_last) local();
+  double left = 0.0, back = 0.0;  // when the latest gradients have moved inside nodes, and across
   for (int64_t stage = 1; stage <= num_stages; ++stage) {
     double begin = std::max(kernel_free, arrived);
     if (stage < num_stages) {
       // Attention waits for the start of the step that is to run beside it.
-      begin = std::max(begin, crossed[1]);
+      if (!is_near(stage)) begin = std::max(begin, crossed[stage]);
       arrived = near.Move(begin, t.cast_within[stage]);
-      if (stage + 1 < num_stages) crossed[1] = far.Move(begin, t.cast[stage + 1]);
+      if (!is_near(stage)) cross(begin);
     }
-    kernel_free = begin + t.kernel[stage] + t.merge_us;
-    far.Move(near.Move(kernel_free, t.reduce_within[stage - 1]), t.reduce[stage - 1]);
+    kernel_free = begin + t.kernel[stage] + t.merge[stage];
+    if (!own_keys_last) continue;
+    if (stage > 1) {  // what ran beside it is taken before what it gave is sent
+      kernel_free = std::max({kernel_free, left, back});
+      if (!is_near(stage - 2)) back = far.Move(kernel_free, t.reduce[stage - 2]);
+    }
+    left = near.Move(kernel_free, t.reduce_within[stage - 1]);
   }
   if (own_keys_last) {
     // The step inside the node of the last gradients comes before the attention over own keys.
-    if (num_stages > 0) kernel_free = std::max(kernel_free, near.free);
+    if (num_stages > 0 && !is_near(num_stages - 1)) {
+      kernel_free = std::max(kernel_free, left);
+      far.Move(kernel_free, t.reduce[num_stages - 1]);
+    }
     local();
   }
   return Finish(t, std::max(far.free, near.free), kernel_free, returned);
@@ -121,9 +140,29 @@ void AddKernelTime(const BandSlice& slice, int64_t group, const Rates& forward,
   times->backward_us[group] += area * backward.us_per_cell / RateAt(log_keys, backward);
 }
 
-double PredictUs(const std::vector<double>& kernel_us, const LinkRows& rows, int64_t num_ranks,
-                 int64_t num_stages, bool two_steps, const Rates& rates,
-                 const TravelTimes& travel) {
+std::vector<int64_t> TouchedRows(const std::vector<StagePiece>& pieces, int64_t num_groups) {
+  int64_t width = 1;
+  for (const StagePiece& piece : pieces)
+    width = std::max(width, (piece.slice.q_end + kMergeTile - 1) / kMergeTile + 1);
+  std::vector<int32_t> steps(num_groups * width, 0);
+  for (const StagePiece& piece : pieces) {
+    ++steps[piece.group * width + piece.slice.q_start / kMergeTile];
+    --steps[piece.group * width + (piece.slice.q_end + kMergeTile - 1) / kMergeTile];
+  }
+  std::vector<int64_t> rows(num_groups, 0);
+  for (int64_t group = 0; group < num_groups; ++group) {
+    int64_t covering = 0;
+    for (int64_t tile = 0; tile < width; ++tile) {
+      covering += steps[group * width + tile];
+      if (covering > 0) rows[group] += kMergeTile;
+    }
+  }
+  return rows;
+}
+
+double PredictUs(const std::vector<double>& kernel_us, const std::vector<int64_t>& merged_rows,
+                 const LinkRows& rows, int64_t num_ranks, int64_t num_stages, const Steps& steps,
+                 const Rates& rates, const TravelTimes& travel) {
   const auto move_us = [&](int64_t near, int64_t far, double row_bytes) {
     if (near == 0 && far == 0) return 0.0;
     return std::max(near * row_bytes / (rates.link_gbps * 1e3),
@@ -132,9 +171,9 @@ double PredictUs(const std::vector<double>& kernel_us, const LinkRows& rows, int
   };
   RankTimes t;
   t.num_stages = num_stages;
-  t.merge_us = rates.merge_us;
   t.travels = travel.out_us != nullptr;
   t.kernel.resize(num_stages + 1);
+  t.merge.assign(num_stages + 1, 0.0);
   t.cast.resize(num_stages);
   t.reduce = t.cast_within = t.reduce_within = t.cast;
   const bool returns = rates.reduce_bytes > 0.0;
@@ -144,9 +183,10 @@ double PredictUs(const std::vector<double>& kernel_us, const LinkRows& rows, int
       t.kernel[stage] = kernel_us[stage * num_ranks + rank];
     for (int64_t stage = 0; stage < num_stages; ++stage) {
       const int64_t i = stage * num_ranks + rank;
+      t.merge[stage + 1] = rates.launch_us + merged_rows[i + num_ranks] * rates.merge_us_per_row;
       const int64_t near = std::max(rows.near_in[i], rows.near_out[i]);
       const int64_t far = std::max(rows.far_in[i], rows.far_out[i]);
-      const int64_t near_beside = two_steps ? 0 : near;
+      const int64_t near_beside = steps.two ? 0 : near;
       t.cast[stage] = move_us(near_beside, far, rates.cast_bytes);
       t.reduce[stage] = returns ? move_us(near_beside, far, rates.reduce_bytes) : 0.0;
       t.cast_within[stage] = move_us(near, 0, rates.cast_bytes);
@@ -156,10 +196,11 @@ double PredictUs(const std::vector<double>& kernel_us, const LinkRows& rows, int
       t.travel_out = travel.out_us[rank];
       t.travel_kernel = travel.kernel_us[rank];
       t.travel_return = travel.return_us[rank];
+      t.travel_merge = travel.merge_us[rank];
     }
     double done = 0.0;
-    if (two_steps) {
-      done = InTwoSteps(t, rates.own_keys_last);
+    if (steps.two) {
+      done = InTwoSteps(t, steps.near, rates.own_keys_last);
     } else {
       done = rates.own_keys_last ? BackwardInOneStep(t) : ForwardInOneStep(t);
     }

@@ -19,13 +19,14 @@ struct Rates {
   double us_per_cell;      // at 1 TFLOP/s
   double cast_bytes;       // of a row of keys and values
   double reduce_bytes;     // of a row of their gradients; 0 in the forward direction
-  double link_gbps, node_link_gbps, latency_us, merge_us;
+  double link_gbps, node_link_gbps, latency_us;
+  double launch_us, merge_us_per_row;  // of a further stage
   bool own_keys_last;
 };
 
 // Times of travelling queries, [R] each; null where none travel.
 struct TravelTimes {
-  const double *out_us, *kernel_us, *return_us;
+  const double *out_us, *kernel_us, *return_us, *merge_us;
 };
 
 // Kernel times of each group of slices in both directions, microseconds [num_groups] each.
@@ -37,9 +38,20 @@ struct KernelTimes {
 void AddKernelTime(const BandSlice& slice, int64_t group, const Rates& forward,
                    const Rates& backward, KernelTimes* times);
 
-// When the last rank is done with one direction.
-double PredictUs(const std::vector<double>& kernel_us, const LinkRows& rows, int64_t num_ranks,
-                 int64_t num_stages, bool two_steps, const Rates& rates, const TravelTimes& travel);
+// Steps that rows take: one, or two, of which stages that are `near` take that inside nodes alone.
+struct Steps {
+  bool two;
+  std::vector<bool> near;  // [S], or empty where none is
+};
+
+// Query rows of each of `num_groups` groups in tiles of kMergeTile in which any sees a key.
+constexpr int64_t kMergeTile = 16;
+std::vector<int64_t> TouchedRows(const std::vector<StagePiece>& pieces, int64_t num_groups);
+
+// When the last rank is done with one direction, in which stages merge `merged_rows` of each group.
+double PredictUs(const std::vector<double>& kernel_us, const std::vector<int64_t>& merged_rows,
+                 const LinkRows& rows, int64_t num_ranks, int64_t num_stages, const Steps& steps,
+                 const Rates& rates, const TravelTimes& travel);
 
 }  // namespace magi_jax::solver
 

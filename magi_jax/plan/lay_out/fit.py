@@ -6,7 +6,7 @@ from magi_jax.plan.lay_out.ways import AUTO, Overlap, late_work, settled_counts
 from magi_jax.plan.spec import PlanSpec, StagesSpec
 from magi_jax.plan.tables import StageTables
 from magi_jax.solver.cost.machine import Machine
-from magi_jax.solver.overlap.choose_stages import Counts, choose_stages
+from magi_jax.solver.overlap.choose_stages import Counts, Settled, choose_stages
 from magi_jax.solver.overlap.late import predict_us
 from magi_jax.solver.work.find_work import Work
 
@@ -52,18 +52,21 @@ def _stages_in(
 
 
 def _fit_stages(
-    work: Work, frame: Frame, count: int | None, spec: StagesSpec, path: str, machine: Machine
+    work: Work, frame: Frame, count: Settled, spec: StagesSpec, path: str, machine: Machine
 ) -> StageTables:
     most = len(spec.comm)
-    if count is not None and count > most:
+    number = len(count) if isinstance(count, tuple) else count
+    if number is not None and number > most:
         raise ValueError(
-            f"overlap={count} is the number of remote stages, the spec has {most} of them"
+            f"overlap={count} wants {number} remote stages, the spec has {most} of them"
         )
     first_problem = None
-    for number in range(most, 0, -1) if count is None else (count,):
-        choice = choose_stages(work, frame.local_len, machine, (number, number))
-        staged = choice.forward if path == "spec" else choice.backward
+    for stages in range(most, 0, -1) if number is None else (number,):
+        near = spec.near[:stages]
+        settled = count if isinstance(count, tuple) else near if any(near) else stages
         try:
+            choice = choose_stages(work, frame.local_len, machine, (settled, settled))
+            staged = choice.forward if path == "spec" else choice.backward
             return lay_out_stages(staged, work, frame, spec, path)
         except ValueError as problem:
             first_problem = first_problem or problem

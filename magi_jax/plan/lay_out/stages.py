@@ -37,6 +37,7 @@ def lay_out_stages(
             f"{path}.comm[{stage}]",
             work.engine,
             per_node,
+            is_near=bool(staged.near) and staged.near[stage],
         )
         for stage in range(count)
     ]

@@ -1,13 +1,13 @@
 """Ways to lay work out that a config names: in stages, or with late queries."""
 
 from magi_jax.plan.frame import Frame
-from magi_jax.solver.overlap.choose_stages import Counts
+from magi_jax.solver.overlap.choose_stages import Counts, Settled
 from magi_jax.solver.overlap.late import LateWork, find_late, late_rows
 from magi_jax.solver.work.find_work import Work
 from magi_jax.solver.work.stages import Staged
 
-# "auto", "late", or the number of remote stages: one for both directions, or (forward, backward).
-Overlap = int | str | tuple[int, int]
+# "auto", "late", or remote stages: how many in both directions, or what is settled of (forward, backward).
+Overlap = int | str | tuple[Settled, Settled]
 AUTO, LATE = "auto", "late"
 
 

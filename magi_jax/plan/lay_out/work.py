@@ -15,6 +15,10 @@ from magi_jax.solver.overlap.choose_stages import choose_stages
 from magi_jax.solver.overlap.late import largest_share, predict_us
 from magi_jax.solver.work.find_work import Work
 
+# Late queries are taken where they are predicted to take up to so many times what stages in one step do: at
+# two ranks one causal document took less with them where they are predicted 0.7 % slower.
+TIE = 1.02
+
 
 class WorkTables(NamedTuple):
     """Tables of the work of a plan; ``backward`` is None when it shares those of ``forward``."""
@@ -61,7 +65,8 @@ def lay_out_work(
         stages = choice.forward.num_remote_stages
         share = largest_share(work, stages, machine, frame.local_len) if stages else 0.0
         late = late_work(work, frame, share, choice.forward)
-        if late is not None and predict_us(late, machine) < choice.predicted_us:
+        least_us = choice.predicted_us * (1.0 if choice.two_level else TIE)
+        if late is not None and predict_us(late, machine) < least_us:
             return WorkTables(*lay_out_both_late(late, work, frame, None), None)
     per_node = machine.node_of(frame.cp_size) if choice.two_level else None
     travel = lay_out_travel(work, frame, None, per_node)

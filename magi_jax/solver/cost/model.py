@@ -18,15 +18,17 @@ from magi_jax.masks import bands
 
 # (visible keys per query row of a slice, TFLOP/s); between the points rates follow the logarithm.
 FORWARD_TFLOPS = (
-    (64, 91.0), (256, 330.0), (1024, 459.0), (4096, 592.0), (16384, 619.0),
+    (64, 273.0), (256, 433.0), (1024, 660.0), (4096, 662.0), (16384, 664.0),
 )  # fmt: skip
 BACKWARD_TFLOPS = (
-    (64, 97.0), (256, 161.0), (1024, 414.0), (4096, 414.0), (16384, 484.0),
+    (64, 213.0), (256, 308.0), (1024, 528.0), (4096, 544.0), (16384, 546.0),
 )  # fmt: skip
 FLOPS_PER_PAIR = 4  # of a (query, key) pair, per head and head dim: q.k and p.v
 BACKWARD_FLOPS_RATIO = 2.5
+# Rows of the tiles that the forward kernel merges, or leaves where it sees no key in them.
+MERGE_TILE = 16
 # Times that may be 0.
-FREE = ("latency_us", "launch_us")
+FREE = ("latency_us", "launch_us", "backward_launch_us")
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,10 @@ class CostModel:
     backward_tflops: tuple[tuple[float, float], ...] = BACKWARD_TFLOPS
     link_gbps: float = 311.0
     node_link_gbps: float = 50.0
-    memory_gbps: float = 1950.0
+    memory_gbps: float = 1460.0
     latency_us: float = 45.0
-    launch_us: float = 15.0
+    launch_us: float = 45.0
+    backward_launch_us: float = 200.0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -127,7 +130,7 @@ class CostModel:
         flops = FLOPS_PER_PAIR * (BACKWARD_FLOPS_RATIO if backward else 1.0)
         return flops * self.num_heads * self.head_dim / 1e6
 
-    def rates(self, local_len: int, backward: bool) -> tuple:
+    def rates(self, backward: bool) -> tuple:
         """All that the times of one direction's stages depend on, as the compiled planner takes it; see
         ``xla_ffi/solver/bind_stages.cc``.
         """
@@ -139,17 +142,23 @@ class CostModel:
             self.link_gbps,
             self.node_link_gbps,
             self.latency_us,
-            self.merge_us(local_len, backward),
+            self._launch_us(backward),
+            self._merge_us_per_row(backward),
         )
 
-    def merge_us(self, local_len: int, backward: bool) -> float:
-        """Time that a further stage costs: its launches, and forward its float32 partial output read and
-        written. Backward, each call adds to the dQ of the one before it as it goes.
+    def merge_us(self, rows, backward: bool):
+        """Time that a further stage costs: its launches, and forward the float32 output of ``rows`` whose
+        queries see keys in it read and written. Backward, each call adds to the dQ of the one before it as it
+        goes.
         """
-        if backward:
-            return self.launch_us
-        accumulator_bytes = 4 * local_len * self.num_heads * self.head_dim
-        return self.launch_us + 2 * accumulator_bytes / (self.memory_gbps * 1e3)
+        return self._launch_us(backward) + rows * self._merge_us_per_row(backward)
+
+    def _launch_us(self, backward: bool) -> float:
+        return self.backward_launch_us if backward else self.launch_us
+
+    def _merge_us_per_row(self, backward: bool) -> float:
+        row_bytes = 4 * self.num_heads * self.head_dim
+        return 0.0 if backward else 2 * row_bytes / (self.memory_gbps * 1e3)
 
     def cast_us(self, near_rows: np.ndarray, far_rows: np.ndarray) -> np.ndarray:
         """Time for key and value rows: ``near_rows`` inside the node beside ``far_rows`` across nodes."""

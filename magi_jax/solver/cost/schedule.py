@@ -7,8 +7,10 @@ dV; nothing hides the first cast. The dK and dV of a stage leave when its attent
 
 Where rows move in two steps (`solver/work/two_level.py`), a rank has a stream for each: rows cross between
 nodes two stages ahead, and move inside the node one stage ahead, both beside attention. Only the second
-step of the first stage comes between two attentions, or before all of them, since nothing is left to hide
-it behind; and in the backward pass the first step of the last gradients' way.
+step of a first stage that takes both comes between two attentions, or before all of them, since nothing is
+left to hide it behind; and in the backward pass the first step of the way of a last stage's gradients.
+Stages of rows of own nodes take the second step alone: one that is first is issued at once, beside the rows
+of the first stage that cross.
 """
 
 import numpy as np
@@ -51,7 +53,7 @@ def _forward_in_one_step(work: DirectionWork) -> Timeline:
         found.travel[0] = link.move(0.0, work.travel.out_us)
     for stage in range(num_stages + 1):
         begin = np.maximum(kernel_free, arrived)
-        kernel_free = begin + work.kernel_us[stage] + work.merge_us * (stage > 0)
+        kernel_free = begin + work.kernel_us[stage] + (_merge_us(work, stage) if stage else 0.0)
         found.compute[stage] = np.stack([begin, kernel_free], axis=1)
         if stage < num_stages:  # issued first, so that it is ahead of this stage's reduce
             found.cast[stage] = link.move(begin, work.cast_us[stage])
@@ -75,7 +77,7 @@ def _backward_in_one_step(work: DirectionWork) -> Timeline:
         begin = np.maximum(kernel_free, found.cast[stage - 1, :, 1])
         if stage < num_stages:
             found.cast[stage] = link.move(begin, work.cast_us[stage])
-        kernel_free = begin + work.kernel_us[stage] + work.merge_us
+        kernel_free = begin + work.kernel_us[stage] + _merge_us(work, stage)
         found.compute[stage] = np.stack([begin, kernel_free], axis=1)
         found.reduce[stage - 1] = link.move(kernel_free, work.reduce_us[stage - 1])
     kernel_free = _local(work, found, kernel_free)
@@ -87,46 +89,76 @@ def _in_two_steps(work: DirectionWork) -> Timeline:
     found = _nothing(work)
     num_stages, cp_size = work.cast_us.shape
     far, near = _Link(cp_size), _Link(cp_size)
-    kernel_free = _begin_two_steps(work, found, far, near)
+    is_near = work.near or (False,) * num_stages
+    to_cross = [stage for stage in range(num_stages) if not is_near[stage]]
+    kernel_free = _begin_two_steps(work, found, far, near, to_cross)
     assert work.within_us is not None, "there is no step inside nodes"
+    left = back = np.zeros(cp_size)  # when the latest gradients have moved inside nodes, and across
     for stage in range(1, num_stages + 1):
         begin = np.maximum(kernel_free, found.within[0, stage - 1, :, 1])
         if stage < num_stages:
             # Attention waits for the start of the step that is to run beside it.
-            begin = np.maximum(begin, found.cast[stage, :, 1])
+            if not is_near[stage]:
+                begin = np.maximum(begin, found.cast[stage, :, 1])
             found.within[0, stage] = near.move(begin, work.within_us[0, stage])
-            if stage + 1 < num_stages:
-                found.cast[stage + 1] = far.move(begin, work.cast_us[stage + 1])
-        kernel_free = begin + work.kernel_us[stage] + work.merge_us
+            if not is_near[stage]:
+                _cross(work, found, far, begin, to_cross)
+        kernel_free = begin + work.kernel_us[stage] + _merge_us(work, stage)
         found.compute[stage] = np.stack([begin, kernel_free], axis=1)
+        if not work.own_keys_last:
+            continue
+        if stage > 1:  # what ran beside it is taken before what it gave is sent
+            kernel_free = np.maximum.reduce([kernel_free, left, back])
+            if not is_near[stage - 2]:
+                found.reduce[stage - 2] = far.move(kernel_free, work.reduce_us[stage - 2])
+                back = far.free
         found.within[1, stage - 1] = near.move(kernel_free, work.within_us[1, stage - 1])
-        start = found.within[1, stage - 1, :, 1]
-        found.reduce[stage - 1] = far.move(start, work.reduce_us[stage - 1])
+        left = near.free
     if not work.own_keys_last:
         return _merged(work, kernel_free, found, num_stages)
-    if num_stages:
-        kernel_free = np.maximum(kernel_free, near.free)
+    if num_stages and not is_near[-1]:
+        kernel_free = np.maximum(kernel_free, left)
+        found.reduce[-1] = far.move(kernel_free, work.reduce_us[-1])
     kernel_free = _local(work, found, kernel_free)
     return _merged(work, _travel(work, found, far, kernel_free), found, 0)
 
 
-def _begin_two_steps(work: DirectionWork, found: Timeline, far: _Link, near: _Link) -> np.ndarray:
+def _begin_two_steps(
+    work: DirectionWork, found: Timeline, far: _Link, near: _Link, to_cross: list[int]
+) -> np.ndarray:
     """All that comes before the attention of the first remote stage; when kernels are free."""
     assert work.within_us is not None, "there is no step inside nodes"
     num_stages = len(work.cast_us)
+    begins_near = num_stages > 0 and 0 not in to_cross
     kernel_free = np.zeros_like(far.free)
     if work.travel is not None and not work.own_keys_last:
         found.travel[0] = far.move(0.0, work.travel.out_us)
-    for stage in range(min(num_stages, 2)):
-        found.cast[stage] = far.move(0.0, work.cast_us[stage])
+    if begins_near:
+        found.within[0, 0] = near.move(0.0, work.within_us[0, 0])
+    for _ in range(1 if begins_near else 2):
+        _cross(work, found, far, 0.0, to_cross)
     if work.travel is not None and work.own_keys_last:
         found.travel[0] = far.move(0.0, work.travel.out_us)
     if not work.own_keys_last:
         kernel_free = _local(work, found, kernel_free)
-    if num_stages:
+    if num_stages and not begins_near:
         start = np.maximum(kernel_free, found.cast[0, :, 1])
         found.within[0, 0] = near.move(start, work.within_us[0, 0])
     return kernel_free if work.own_keys_last else _travel(work, found, far, kernel_free)
+
+
+def _cross(
+    work: DirectionWork, found: Timeline, far: _Link, start: np.ndarray | float, to_cross: list[int]
+) -> None:
+    """Sends the rows of the next of the stages ``to_cross`` between nodes, if there is one."""
+    if to_cross:
+        stage = to_cross.pop(0)
+        found.cast[stage] = far.move(start, work.cast_us[stage])
+
+
+def _merge_us(work: DirectionWork, stage: int) -> np.ndarray:
+    """What merging a remote stage, counted from 1, takes on each rank."""
+    return np.broadcast_to(work.merge_us, work.cast_us.shape)[stage - 1]
 
 
 def _local(work: DirectionWork, found: Timeline, begin: np.ndarray) -> np.ndarray:
@@ -153,6 +185,6 @@ def _merged(
 ) -> Timeline:
     """The same, with what travelling queries bring merged when it is there and all stages are done."""
     if work.travel is not None:
-        done = np.maximum(kernel_free, found.travel[2, :, 1]) + work.merge_us
+        done = np.maximum(kernel_free, found.travel[2, :, 1]) + work.travel.merge_us
         found.compute[last_stage, :, 1] = done
     return found

@@ -8,17 +8,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from magi_jax.solver.cost.model import CostModel
+from magi_jax.masks import bands
+from magi_jax.solver.cost.model import MERGE_TILE, CostModel
 from magi_jax.solver.engine import compiled
 from magi_jax.solver.work.stages import StageSlices
 
 
 class TravelWork(NamedTuple):
-    """What travelling queries take in one direction, ``[cp]`` each: way out, kernel, way back."""
+    """What travelling queries take in one direction, ``[cp]`` each: way out, kernel, way back; and what it
+    takes to add what comes back.
+    """
 
     out_us: np.ndarray
     kernel_us: np.ndarray
     return_us: np.ndarray
+    merge_us: float = 0.0
 
 
 class DirectionWork(NamedTuple):
@@ -29,19 +33,22 @@ class DirectionWork(NamedTuple):
         cast_us: ``[S, cp]`` time of the cast that feeds stage ``i + 1``; in two steps of that between
             nodes.
         reduce_us: ``[S, cp]`` time of the way back of its dK and dV; zeros in the forward direction.
-        merge_us: what each remote stage adds to its kernel for merging with those before.
+        merge_us: what each remote stage adds to its kernel for merging with those before, ``[S, cp]`` or one
+            for all.
         travel: what travelling queries take, if any travel.
         within_us: ``[2, S, cp]`` times of the casts and the reduces inside nodes; None in one step.
         own_keys_last: whether the local stage comes after all others, as in the backward pass.
+        near: in two steps, whether each stage takes that inside nodes alone; empty where none does.
     """
 
     kernel_us: np.ndarray
     cast_us: np.ndarray
     reduce_us: np.ndarray
-    merge_us: float = 0.0
+    merge_us: np.ndarray | float = 0.0
     travel: TravelWork | None = None
     within_us: np.ndarray | None = None
     own_keys_last: bool = False
+    near: tuple[bool, ...] = ()
 
     @property
     def busy_us(self) -> float:
@@ -107,6 +114,7 @@ class Shapes(NamedTuple):
         num_stages, cp_size: of the times that they give.
         group: ``[A]`` stage and rank of each slice, as ``stage * cp_size + rank``.
         area, log_keys: ``[A]`` see `CostModel.shapes`.
+        rows: ``[num_stages, cp]`` query rows in tiles of `MERGE_TILE` in which any sees a key.
     """
 
     num_stages: int
@@ -114,6 +122,7 @@ class Shapes(NamedTuple):
     group: np.ndarray
     area: np.ndarray
     log_keys: np.ndarray
+    rows: np.ndarray
 
     def kernel_us(self, model: CostModel, backward: bool) -> np.ndarray:
         """Kernel time of each rank in each stage, ``[num_stages, cp]``."""
@@ -129,28 +138,42 @@ def shapes_of(
     group = np.concatenate([i * cp_size + stage.rank for i, stage in enumerate(stages)])
     slices = np.concatenate([stage.slices for stage in stages])
     area = compiled().areas(slices) if engine == "compiled" else None
-    return Shapes(len(stages), cp_size, group, *model.shapes(slices, area))
+    rows = _touched_rows(slices, group, len(stages) * cp_size).reshape(len(stages), cp_size)
+    return Shapes(len(stages), cp_size, group, *model.shapes(slices, area), rows)
+
+
+def _touched_rows(slices: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
+    """Rows of the query tiles of each group in which any query sees a key, ``[num_groups]``."""
+    begin = slices[:, bands.Q_START] // MERGE_TILE
+    end = -(-slices[:, bands.Q_END] // MERGE_TILE)
+    width = int(end.max(initial=0)) + 1
+    steps = np.bincount(group * width + begin, minlength=num_groups * width)
+    steps -= np.bincount(group * width + end, minlength=num_groups * width)
+    covered = np.cumsum(steps.reshape(num_groups, width), axis=1) > 0
+    return MERGE_TILE * covered.sum(axis=1)
 
 
 def direction_work(
     shapes: Shapes,
     rows: tuple[np.ndarray, np.ndarray],
-    local_len: int,
+    merges: bool,
     model: CostModel,
     backward: bool,
     travel: TravelWork | None = None,
     two_level: bool = False,
+    near: tuple[bool, ...] = (),
 ) -> DirectionWork:
     """Times of the stages of one direction.
 
     Args:
         shapes: of the slices of stage 0 and of the ``S`` remote stages.
         rows: that hold each rank up in each remote stage, as `link_rows` gives them.
-        local_len: rows of each rank; 0 where no stage is merged, as late queries are not.
+        merges: whether stages are merged with those before; late queries are not.
         model: the machine.
         backward: which direction.
         travel: of travelling queries.
         two_level: whether these rows move in two steps, across nodes and then inside.
+        near: stages that take the second step alone, as in `DirectionWork`.
     """
     kernel_us = shapes.kernel_us(model, backward)
     steps = _steps(rows) if two_level else (rows,)
@@ -159,13 +182,15 @@ def direction_work(
     if backward:
         times_us[1] = [model.reduce_us(*step) for step in steps]
     (cast_us, reduce_us), within_us = times_us[:, 0], times_us[:, 1] if two_level else None
-    merge_us = model.merge_us(local_len, backward)
-    return DirectionWork(kernel_us, cast_us, reduce_us, merge_us, travel, within_us, backward)
+    merge_us = model.merge_us(shapes.rows[1:] * merges, backward)
+    times = kernel_us, cast_us, reduce_us, merge_us
+    return DirectionWork(*times, travel, within_us, backward, near)
 
 
 def travel_work(
     away: StageSlices,
     rows: tuple[np.ndarray, np.ndarray],
+    local_len: int,
     model: CostModel,
     backward: bool,
     two_level: bool = False,
@@ -175,6 +200,7 @@ def travel_work(
     Args:
         away: slices at the owners of keys.
         rows: that go there and hold each rank up, as `link_rows` gives them.
+        local_len: rows of each rank, with which what comes back is merged.
         model: the machine.
         backward: which direction.
         two_level: whether these rows move in two steps, one after the other.
@@ -185,7 +211,7 @@ def travel_work(
         for size in model.travel_bytes(backward)
     )
     kernel_us = shapes_of([away], len(rows[0]), model).kernel_us(model, backward)[0]
-    return TravelWork(out_us, kernel_us, back_us)
+    return TravelWork(out_us, kernel_us, back_us, float(model.merge_us(local_len, backward)))
 
 
 def _steps(rows: tuple[np.ndarray, np.ndarray]) -> tuple[tuple[np.ndarray, np.ndarray], ...]:

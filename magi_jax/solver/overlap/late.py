@@ -70,7 +70,7 @@ def predict_us(late: LateWork, machine: Machine) -> float:
     rows = timeline.link_rows(traffic(late.keys, 1, cp_size), machine.node_of(cp_size))
     shapes = timeline.shapes_of([*late.home.slices, late.slices], cp_size, model)
     works = (
-        timeline.direction_work(shapes, rows, 0, model, backward) for backward in (False, True)
+        timeline.direction_work(shapes, rows, False, model, backward) for backward in (False, True)
     )
     return sum(schedule.simulate(work).predicted_us for work in works)
 

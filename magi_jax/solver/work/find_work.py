@@ -68,11 +68,12 @@ class Work(NamedTuple):
         turned: bool = False,
         ranks_per_node: int | None = None,
         cutter: Any = None,
+        near: tuple[bool, ...] = (),
     ) -> Staged:
         """The work in so many remote stages of equal size; other arguments as in `cut_stages`."""
         if self.keys.layout is None:
             return Staged(self.far, [whole_key_slices(self.cut)])
-        kind = num_remote_stages, turned, self.engine, ranks_per_node, cutter
+        kind = num_remote_stages, turned, self.engine, ranks_per_node, cutter, near
         found = cut_stages(self.cut, self.far, self.keys.layout, *kind)
         if self.travel is None:
             return found

@@ -26,10 +26,12 @@ class Staged(NamedTuple):
     Attributes:
         remote: what travels in each remote stage.
         slices: local slices of stage 0 and of all remote stages.
+        near: whether each remote stage has rows of own nodes alone; empty where stages have rows of all.
     """
 
     remote: Remote
     slices: list[StageSlices]
+    near: tuple[bool, ...] = ()
 
     @property
     def num_remote_stages(self) -> int:
@@ -46,6 +48,7 @@ def cut_stages(
     engine: str = "numpy",
     ranks_per_node: int | None = None,
     cutter: Any = None,
+    near: tuple[bool, ...] = (),
 ) -> Staged:
     """`split_stages`, then `stage_slices`.
 
@@ -58,18 +61,23 @@ def cut_stages(
         engine: "numpy" or "compiled"; both find the same.
         ranks_per_node: cuts the rows of nodes of so many ranks instead: `two_level.split_stages`.
         cutter: the `stage_cutter` of all this, where there is one already.
+        near: stages of own nodes and others, which come between nodes: `two_level.split_by_node`.
     """
     if engine == "compiled":
         cutter = cutter or stage_cutter(cut, remote, layout, ranks_per_node)
-        ranges, slices, group = cutter.cut(num_remote_stages, turned, ranks_per_node is not None)
+        two_steps = ranks_per_node is not None
+        ranges, slices, group = cutter.cut(num_remote_stages, turned, two_steps, near)
         by_stage = _by_stage(slices, group, layout.cp_size, num_remote_stages)
-        return Staged(Remote(*ranges.T), by_stage)
+        return Staged(Remote(*ranges.T), by_stage, near)
     sizes = num_remote_stages, layout.cp_size
-    if num_remote_stages > 1 and ranks_per_node is not None:
+    if near:
+        assert ranks_per_node is not None, "there are no nodes"
+        remote = two_level.split_by_node(remote, near, layout.cp_size, ranks_per_node)
+    elif num_remote_stages > 1 and ranks_per_node is not None:
         remote = two_level.split_stages(remote, *sizes, ranks_per_node, turned)
     elif num_remote_stages > 1:
         remote = split_stages(remote, *sizes, turned)
-    return Staged(remote, stage_slices(cut, remote, layout, num_remote_stages))
+    return Staged(remote, stage_slices(cut, remote, layout, num_remote_stages), near)
 
 
 def stage_cutter(

@@ -6,6 +6,7 @@ same place share the rail of a network). In the owner's own node the owner is th
 copy. From a buffer at the relay rows then go to all ranks of the node that need them.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -138,6 +139,39 @@ def split_stages(
         stage=stage_of,
         dst_row=dst_row,
     )
+
+
+def split_by_node(
+    remote: Remote, near: Sequence[bool], cp_size: int, ranks_per_node: int
+) -> Remote:
+    """Cuts rows of the receivers' own nodes into stages of nearly equal size, and all others into other
+    stages, each as `split_stages` does.
+
+    Args:
+        remote: ranges that travel, all in one stage.
+        near: of each stage, whether it has the rows of own nodes or the others.
+        cp_size: number of ranks.
+        ranks_per_node: ranks of a node.
+
+    Raises:
+        ValueError: there are rows of a kind without stages.
+    """
+    is_near = remote.src // ranks_per_node == remote.dst // ranks_per_node
+    parts = []
+    for kind in (True, False):
+        rows = Remote(*(column[is_near == kind] for column in remote))
+        stages = np.flatnonzero(np.asarray(near, bool) == kind)
+        if len(stages):
+            cut = split_stages(rows, len(stages), cp_size, ranks_per_node)
+            parts.append(cut._replace(stage=stages[cut.stage]))
+        elif len(rows.dst):
+            raise ValueError(
+                f"no stage of near={tuple(near)} has rows of {'own' if kind else 'other'} nodes,"
+                f" of which there are {int((rows.end - rows.begin).sum())}"
+            )
+    found = Remote(*map(np.concatenate, zip(*parts, strict=True)))
+    order = np.lexsort((found.begin, found.dst))
+    return Remote(*(column[order] for column in found))
 
 
 def traffic(
