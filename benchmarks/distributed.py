@@ -158,16 +158,14 @@ def in_turns(calls: dict[str, dict[str, Callable]]) -> dict[str, dict[str, float
     """
     times: dict[str, dict[str, float]] = {which: {} for which in calls}
     for name in ("forward", "backward"):
-        once: dict[str, float] = {}
-        for which, each in calls.items():
-            run(each[name], 1)
-            once[which] = run(each[name], 1)
+        once = {which: min(run(each[name], 1) for _ in range(3)) for which, each in calls.items()}
         measured: dict[str, list[float]] = {which: [] for which in calls}
         for turn in range(TURNS):
             for which in list(calls)[:: -1 if turn % 2 else 1]:
                 for long_s in (PACE["lead_s"], PACE["budget_s"]):
-                    seconds = run(calls[which][name], max(1, int(long_s / once[which])))
-                measured[which].append(seconds)
+                    # What the last calls took: single ones, the first of all, tell little.
+                    once[which] = run(calls[which][name], max(1, round(long_s / once[which])))
+                measured[which].append(once[which])
         for which, values in measured.items():
             times[which][name] = statistics.mean(values)
     return times
