@@ -158,7 +158,7 @@ def in_turns(calls: dict[str, dict[str, Callable]]) -> dict[str, dict[str, float
     """
     times: dict[str, dict[str, float]] = {which: {} for which in calls}
     for name in ("forward", "backward"):
-        once = {which: min(run(each[name], 1) for _ in range(3)) for which, each in calls.items()}
+        once = {which: min(run(each[name], 1) for _ in range(2)) for which, each in calls.items()}
         measured: dict[str, list[float]] = {which: [] for which in calls}
         for turn in range(TURNS):
             for which in list(calls)[:: -1 if turn % 2 else 1]:
