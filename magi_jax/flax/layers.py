@@ -179,6 +179,12 @@ class DecoderBlock(nnx.Module):
         return keep(x + self.mlp(keep(self.mlp_norm(x))))
 
 
+def _as_rows_of(tokens: jax.Array) -> PartitionSpec | None:
+    """How rows that are looked up by tokens lie on explicit mesh axes; JAX asks for it. None without them."""
+    spec = jax.typeof(tokens).sharding.spec
+    return PartitionSpec(*spec, None) if any(spec) else None
+
+
 class Decoder(nnx.Module):
     """A language model of `DecoderBlock`s; each block is given its own attention."""
 
@@ -207,7 +213,8 @@ class Decoder(nnx.Module):
             ``[*B, T, vocab_size]`` float32.
         """
         in_turn = (attends,) if callable(attends) else attends
-        x = self.embed(tokens)
+        table = self.embed.embedding[...]
+        x = table.at[tokens].get(mode="fill", out_sharding=_as_rows_of(tokens))
         x = self.config.keep(x if self.config.dtype is None else x.astype(self.config.dtype))
         for index, block in enumerate(self.blocks):
             x = block(x, positions, in_turn[index % len(in_turn)])

@@ -54,7 +54,8 @@ def test_attention_refuses_heads_that_do_not_divide():
         Attention(32, 4, 3, 8, rngs=nnx.Rngs(0))
 
 
-def test_decoder_gives_the_same_dispatched_as_on_one_device(rng):
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_decoder_gives_the_same_dispatched_as_on_one_device(kind, rng):
     full = mj.masks.varlen(LENGTHS, causal=True)
     window = mj.masks.varlen(LENGTHS, causal=True, window=(9, 0))
     model = Decoder(CONFIG, rngs=nnx.Rngs(0))
@@ -65,7 +66,7 @@ def test_decoder_gives_the_same_dispatched_as_on_one_device(rng):
 
     plan = mj.make_plan(full, cp_size=4, config=mj.PlanConfig(chunk_size=8))
     plans = (plan, plan.with_mask(window))
-    mesh = jax.make_mesh((2, 4), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 4), ("dp", "cp"), axis_types=(kind,) * 2)
 
     @jax.jit
     def apply(params, tokens, positions, plans):
