@@ -64,24 +64,28 @@ class LateWork(NamedTuple):
 def predict_us(late: LateWork, machine: Machine) -> float:
     """Predicted time of both directions; compare with `overlap.Choice.predicted_us`.
 
-    Own keys are copied into the buffer as fast as others come, and no row is merged.
+    Own keys are copied into the buffer beside those that come, in a fraction of their time; their gradients
+    take the way of all. No row is merged.
     """
     cp_size, model = len(late.rows.held), machine.cost_model
-    rows = timeline.link_rows(traffic(late.keys, 1, cp_size), machine.node_of(cp_size))
+    moved, per_node = traffic(late.keys, 1, cp_size), machine.node_of(cp_size)
+    reduced = timeline.link_rows(moved, per_node)
+    cast = timeline.link_rows(moved * ~np.eye(cp_size, dtype=bool), per_node)
     shapes = timeline.shapes_of([*late.home.slices, late.slices], cp_size, model)
-    works = (
-        timeline.direction_work(shapes, rows, False, model, backward) for backward in (False, True)
+    forward, backward = (
+        timeline.direction_work(shapes, cast, False, model, way) for way in (False, True)
     )
-    return sum(schedule.simulate(work).predicted_us for work in works)
+    backward = backward._replace(reduce_us=model.reduce_us(*reduced))
+    return sum(schedule.simulate(work).predicted_us for work in (forward, backward))
 
 
 def largest_share(work: Work, stages: int, machine: Machine, local_len: int) -> float:
     """Share of a rank's rows that may be late: all where merging so many ``stages`` takes longer than to
-    bring every key, which then nothing hides.
+    bring every key of other ranks, which then nothing hides.
     """
     model = machine.cost_model
     near, far = all_link_rows(work, machine)
-    wait_us = float(model.cast_us(near + work.keys.local_len, far).max(initial=0.0))
+    wait_us = float(model.cast_us(near, far).max(initial=0.0))
     return 1.0 if wait_us < stages * model.merge_us(local_len, backward=False) else MOST_LATE
 
 
