@@ -7,8 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from jax._src import custom_derivatives, ffi
+from jax._src import custom_derivatives, ffi, pjit
 from jax._src.export import _export
+from jax._src.lax import slicing
 
 from magi_jax.explain import parse_mask
 
@@ -104,7 +105,8 @@ def _messages():
             self.found.append(str(node.value))
 
     texts = Texts()
-    jax_sources = [Path(part.__file__) for part in (ffi, custom_derivatives, _export)]
+    of_jax = (ffi, custom_derivatives, _export, pjit, slicing)
+    jax_sources = [Path(part.__file__) for part in of_jax]
     for path in [*(ROOT / "magi_jax").rglob("*.py"), *jax_sources]:
         texts.visit(ast.parse(path.read_text()))
     return [*texts.found, *OF_XLA]
