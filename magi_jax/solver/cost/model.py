@@ -27,6 +27,7 @@ FLOPS_PER_PAIR = 4  # of a (query, key) pair, per head and head dim: q.k and p.v
 BACKWARD_FLOPS_RATIO = 2.5
 # Rows of the tiles that the forward kernel merges, or leaves where it sees no key in them.
 MERGE_TILE = 16
+ADD_GBPS = 4460.0  # at which returned gradients are read and added, measured on one H200
 # Times that may be 0.
 FREE = ("latency_us", "launch_us", "backward_launch_us")
 
@@ -149,7 +150,8 @@ class CostModel:
     def merge_us(self, rows, backward: bool):
         """Time that a further stage costs: its launches, and forward the float32 output of ``rows`` whose
         queries see keys in it read and written. Backward, each call adds to the dQ of the one before it as it
-        goes.
+        goes; but its dK and dV come back as an array of all own rows, which is read once more at the end
+        (``rows`` of queries stand for these).
         """
         return self._launch_us(backward) + rows * self._merge_us_per_row(backward)
 
@@ -157,8 +159,9 @@ class CostModel:
         return self.backward_launch_us if backward else self.launch_us
 
     def _merge_us_per_row(self, backward: bool) -> float:
-        row_bytes = 4 * self.num_heads * self.head_dim
-        return 0.0 if backward else 2 * row_bytes / (self.memory_gbps * 1e3)
+        if backward:
+            return self.kv_row_bytes(self.grad_bytes) / (ADD_GBPS * 1e3)
+        return 2 * 4 * self.num_heads * self.head_dim / (self.memory_gbps * 1e3)
 
     def cast_us(self, near_rows: np.ndarray, far_rows: np.ndarray) -> np.ndarray:
         """Time for key and value rows: ``near_rows`` inside the node beside ``far_rows`` across nodes."""
