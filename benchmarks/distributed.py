@@ -41,7 +41,8 @@ HEAD_DIM = 128
 WINDOW, FRAME = 1024, 2048
 RANK = 32768
 PACE = {"lead_s": 0.15, "budget_s": 0.2}  # of timed calls, and of those before them
-TURNS = 2  # of everything that is compared
+SETTLE_S, TURN_S = 0.5, 0.15  # before what is compared, and of each turn
+TURNS, LONG_TURNS = 5, 3  # of everything that is compared; the latter of calls that are longer
 TRACED_S = 0.3  # of calls in a row in a profile
 DOCUMENTS = json.loads(pathlib.Path(__file__).with_name("kernel_documents.json").read_text())
 
@@ -151,23 +152,24 @@ def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
 
 
 def in_turns(calls: dict[str, dict[str, Callable]]) -> dict[str, dict[str, float]]:
-    """Seconds of each pass of each of them, in turns, every second time from the last to the first.
+    """Seconds of each pass of each of them, a short while each in turns.
 
-    The calls of a turn run for a while before any are timed, which settles the pace of the card; see
-    `timing.steady_seconds`.
+    A card at the limit of its power changes its pace by a tenth within a tenth of a second, and by some per
+    cent within seconds. So calls follow each other without rest, before any are timed too, and what is
+    compared takes turns within that time.
     """
     times: dict[str, dict[str, float]] = {which: {} for which in calls}
     for name in ("forward", "backward"):
         once = {which: min(run(each[name], 1) for _ in range(2)) for which, each in calls.items()}
+        which = next(iter(calls))
+        run(calls[which][name], max(1, round(SETTLE_S / once[which])))
         measured: dict[str, list[float]] = {which: [] for which in calls}
-        for turn in range(TURNS):
-            for which in list(calls)[:: -1 if turn % 2 else 1]:
-                for long_s in (PACE["lead_s"], PACE["budget_s"]):
-                    # What the last calls took: single ones, the first of all, tell little.
-                    once[which] = run(calls[which][name], max(1, round(long_s / once[which])))
+        for _ in range(1 + (TURNS if max(once.values()) < TURN_S else LONG_TURNS)):
+            for which, each in calls.items():
+                once[which] = run(each[name], max(1, round(TURN_S / once[which])))
                 measured[which].append(once[which])
         for which, values in measured.items():
-            times[which][name] = statistics.mean(values)
+            times[which][name] = statistics.mean(values[1:])
     return times
 
 
