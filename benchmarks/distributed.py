@@ -41,8 +41,8 @@ HEAD_DIM = 128
 WINDOW, FRAME = 1024, 2048
 RANK = 32768
 PACE = {"lead_s": 0.15, "budget_s": 0.2}  # of timed calls, and of those before them
-SETTLE_S, TURN_S = 0.5, 0.15  # before what is compared, and of each turn
-TURNS, LONG_TURNS = 5, 3  # of everything that is compared; the latter of calls that are longer
+SETTLE_S, TURN_S = 0.3, 0.12  # before what is compared, and of each turn
+TURNS, LONG_TURNS = 4, 3  # of everything that is compared; the latter of calls that are longer
 TRACED_S = 0.3  # of calls in a row in a profile
 DOCUMENTS = json.loads(pathlib.Path(__file__).with_name("kernel_documents.json").read_text())
 
