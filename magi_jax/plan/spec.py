@@ -218,8 +218,8 @@ class PlanSpec(Sizes):
         chunks = -(-num_chunks // self.cp_size)  # of a rank, at most
 
         def moved(spec: CommSpec) -> CommSpec:
-            self_rows = min(bucket(math.ceil(spec.self_rows * factor)), spec.src_rows)
-            self_rows = max(self_rows, spec.self_rows)
+            # Whether tokens stay where they are differs most of all, from none to all of a rank's.
+            self_rows = max(spec.self_rows, spec.src_rows)
             # A chunk meets at most two ranks of the contiguous layout, and three chunks when rolled.
             pieces = bucket(max(3 * chunks, math.ceil(spec.pieces * factor)), MIN_ENTRIES)
             return dataclasses.replace(

@@ -10,12 +10,18 @@ from hypothesis import strategies as st
 from magi_jax import masks
 from magi_jax.solver import dispatch
 from magi_jax.solver.dispatch import DispatchProblem
+from magi_jax.solver.dispatch import runs as dealing
 from magi_jax.solver.dispatch.balanced import balanced
-from magi_jax.solver.dispatch.runs import ALL_ORDERS, document_edges, runs
+from magi_jax.solver.dispatch.runs import ALL_ORDERS, document_edges
+from magi_jax.solver.overlap.travelling import Ranges, split_slices
 from magi_jax.testing.cases import mask_cases
 
 SQUARE = {name: mask for name, mask in mask_cases(384).items() if mask.q_len == mask.k_len}
 KINDS = {"full": {}, "causal": {"causal": True}, "window": {"window": (20, 5)}}
+
+
+def runs(problem):
+    return list(dealing.runs(problem))
 
 
 def problem_of(mask, cp_size, **options):
@@ -106,7 +112,69 @@ def test_a_dense_document_takes_as_few_rows_of_each_rank_as_balance_asks_for():
     assert area.max() <= 1.001 * area.mean()
 
 
-def test_one_document_and_travelling_rows_are_not_dealt():
+def uneven_documents(rng, count):
+    """Questions with answers that see them, and documents whose prefix is seen as a whole: what a row sees
+    does not tell what the rows after it see.
+    """
+    lengths = rng.integers(40, 200, count)
+    parts, at = [], 0
+    for i, length in enumerate(lengths.tolist()):
+        first = int(length * rng.uniform(0.1, 0.6))
+        ranges = [(at, at + first), (at + first, at + length)]
+        if i % 2:
+            parts += [
+                (ranges[0], ranges[0], 1),
+                (ranges[1], ranges[0], 0),
+                (ranges[1], ranges[1], 1),
+            ]
+        else:
+            parts += [(ranges[0], ranges[0], 0), (ranges[1], (at, at + length), 1)]
+        at += length
+    queries, keys, types = zip(*parts, strict=True)
+    return masks.AttnMask.from_slices(list(queries), list(keys), list(types), at)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("cp_size", [8, 16])
+def test_documents_that_do_not_mix_are_balanced_by_others(seed, cp_size):
+    mask = uneven_documents(np.random.default_rng(seed), 4 * cp_size)
+    problem = problem_of(mask, cp_size)
+    most = mask.dense().sum(axis=1).max()
+    placed, twins = runs(problem), runs(problem._replace(engine="numpy"))
+    for assignment, twin in zip(placed, twins, strict=True):
+        assert assignment.edges.tolist() == twin.edges.tolist()
+        assert assignment.owner.tolist() == twin.owner.tolist()
+        area = areas_of(assignment, mask, cp_size)
+        assert area.max() <= 1.01 * area.mean() + 4 * most
+
+
+def test_one_document_is_not_dealt():
     assert runs(problem_of(masks.causal(128), 4)) == []
-    mask = masks.varlen([64, 64])
-    assert runs(problem_of(mask, 4, travelling=mask.slices[:1])) == []
+    # Nor are the rows beside those that travel.
+    held = masks.global_rows(128, rows=(0, 16)).slices
+    home = masks.causal(128).slices.copy()
+    assert runs(problem_of(masks.causal(128), 4, travelling=held)._replace(slices=home)) == []
+
+
+@pytest.mark.parametrize("rows", [(0, 13), (500, 516), (300, 420)])
+@pytest.mark.parametrize("cp_size", [4, 7])
+def test_each_rank_holds_as_many_travelling_rows(rows, cp_size):
+    """And the area that these rows are to others, as keys, counts as their owner's."""
+    packed = masks.varlen([60, 150, 41, 90, 120, 55], causal=True)
+    mask = packed | masks.global_rows(packed.q_len, rows=rows)
+    home, away = split_slices(mask.slices, Ranges(*np.array(rows)[:, None]))
+    problem = problem_of(mask, cp_size)._replace(slices=home, travelling=away)
+    placed, twins = runs(problem), runs(problem._replace(engine="numpy"))
+    assert len(placed) == len(ALL_ORDERS)
+    work = masks.AttnMask(home, mask.q_len, mask.q_len).dense().sum(axis=1)
+    work += masks.AttnMask(away, mask.q_len, mask.q_len).dense().sum(axis=0)
+    for assignment, twin in zip(placed, twins, strict=True):
+        assert assignment.edges.tolist() == twin.edges.tolist()
+        assert assignment.owner.tolist() == twin.owner.tolist()
+        owner = np.repeat(assignment.owner, np.diff(assignment.edges))
+        held = np.bincount(owner[rows[0] : rows[1]], minlength=cp_size)
+        assert held.max() - held.min() <= 1
+        tokens = np.bincount(owner, minlength=cp_size)
+        assert tokens.max() - tokens.min() <= 1
+        area = np.bincount(owner, work, cp_size)
+        assert area.max() <= area.mean() + 4 * work.max()

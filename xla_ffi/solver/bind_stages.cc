@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <numeric>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -26,7 +27,8 @@ class StageCutter {
         owner_(std::move(owner)),
         offset_(std::move(offset)),
         layout_(LayoutOf(edges_, owner_, offset_, num_ranks)),
-        ranks_per_node_(ranks_per_node) {
+        ranks_per_node_(ranks_per_node),
+        own_(FindOwnKeys(layout_)) {
     Require(slices.size() == 6 * rank.size() && q_offset.size() == rank.size(),
             "arrays of a cut do not fit together");
     Require(ranks_per_node >= 1, "a node has at least one rank");
@@ -50,12 +52,18 @@ class StageCutter {
   //
   // near: in two steps, whether each stage has rows of own nodes or the others; empty for all
   // alike.
-  py::tuple Cut(int64_t num_stages, bool turned, bool two_level,
-                const std::vector<bool>& near) const {
+  py::tuple Cut(int64_t num_stages, bool turned, bool two_level, const std::vector<bool>& near) {
     LinkRows rows(num_stages, layout_.num_ranks);
     const std::vector<RemoteRange> far = Split(num_stages, turned, two_level, near, &rows);
-    const StageSlices stages = CutStages(cut_, far, layout_, num_stages);
-    return py::make_tuple(Table(far), Table(stages.slices), Column(stages.group));
+    const std::vector<GroupedSlice> pieces = CutStages(cut_, far, own_, num_stages);
+    const auto num_pieces = static_cast<int64_t>(pieces.size());
+    Ints slices({num_pieces, int64_t{6}}), group(num_pieces);
+    auto* to = reinterpret_cast<BandSlice*>(slices.mutable_data());
+    for (int64_t i = 0; i < num_pieces; ++i) {
+      to[i] = pieces[i].slice;
+      group.mutable_data()[i] = pieces[i].group;
+    }
+    return py::make_tuple(Table(far), slices, group);
   }
 
   // Predicted times (forward, backward) of stages, in microseconds.
@@ -64,10 +72,11 @@ class StageCutter {
   // rates: for each direction (log_keys [P], tflops [P], us_per_cell, cast_bytes, reduce_bytes,
   //   link_gbps, node_link_gbps, latency_us, launch_us, merge_us_per_row).
   // travel: for each direction (out, kernel, return, merge) [4, R], or None.
-  std::pair<double, double> Predict(
-      int64_t num_stages, bool turned, bool two_level, const std::vector<bool>& near,
-      const std::pair<Ints, Ints>& local, const std::pair<py::tuple, py::tuple>& rates,
-      const std::optional<std::pair<Doubles, Doubles>>& travel) const {
+  std::pair<double, double> Predict(int64_t num_stages, bool turned, bool two_level,
+                                    const std::vector<bool>& near,
+                                    const std::pair<Ints, Ints>& local,
+                                    const std::pair<py::tuple, py::tuple>& rates,
+                                    const std::optional<std::pair<Doubles, Doubles>>& travel) {
     const int64_t num_ranks = layout_.num_ranks;
     LinkRows rows(num_stages, num_ranks);
     const std::vector<RemoteRange> far = Split(num_stages, turned, two_level, near, &rows);
@@ -76,8 +85,8 @@ class StageCutter {
     const auto num_groups = static_cast<size_t>((num_stages + 1) * num_ranks);
     KernelTimes times = {std::vector<double>(num_groups, 0.0),
                          std::vector<double>(num_groups, 0.0)};
-    const std::vector<StagePiece> pieces = CutPieces(cut_, far, layout_);
-    for (const StagePiece& piece : pieces)
+    const std::vector<GroupedSlice> pieces = CutStages(cut_, far, own_, num_stages);
+    for (const GroupedSlice& piece : pieces)
       AddKernelTime(piece.slice, piece.group, forward.rates, backward.rates, &times);
     Require(local.first.size() == 6 * local.second.size(), "slices and ranks do not fit together");
     const auto* slices = RowsOf<BandSlice>(local.first);
@@ -100,7 +109,7 @@ class StageCutter {
   }
 
   // Rows that hold each rank up, were they all in one stage: [2, R], inside the node and across.
-  Ints HeldUp(bool two_level) const {
+  Ints HeldUp(bool two_level) {
     const int64_t num_ranks = layout_.num_ranks;
     LinkRows rows(1, num_ranks);
     Split(1, false, two_level, {}, &rows);
@@ -128,7 +137,7 @@ class StageCutter {
   };
 
   std::vector<RemoteRange> Split(int64_t num_stages, bool turned, bool two_level,
-                                 const std::vector<bool>& near, LinkRows* rows) const {
+                                 const std::vector<bool>& near, LinkRows* rows) {
     Require(num_stages >= 0, "there is no negative number of stages");
     const int64_t num_ranks = layout_.num_ranks;
     if (num_stages == 0) return {};
@@ -136,8 +145,10 @@ class StageCutter {
       Require(num_ranks % ranks_per_node_ == 0, "ranks are not whole nodes");
       Require(near.empty() || static_cast<int64_t>(near.size()) == num_stages,
               "what is near must be said of each stage or of none");
-      if (!near.empty()) return SplitByNode(far_, num_ranks, near, ranks_per_node_, rows);
-      return SplitNodeStages(far_, num_ranks, num_stages, ranks_per_node_, turned, rows);
+      if (!near.empty()) return SplitByNode(Nodes(kOwnNodes), Nodes(kOtherNodes), near, rows);
+      std::vector<int64_t> names(num_stages);
+      std::iota(names.begin(), names.end(), 0);
+      return SplitNodeStages(Nodes(kAllNodes), names, turned, rows);
     }
     std::vector<RemoteRange> far =
         num_stages > 1 ? SplitStages(far_, num_ranks, num_stages, turned) : far_;
@@ -145,11 +156,26 @@ class StageCutter {
     return far;
   }
 
+  // Rows that come from own nodes, from others, or from all, found when they are first asked for.
+  enum Origin { kOwnNodes, kOtherNodes, kAllNodes };
+  const NodeRows& Nodes(Origin origin) {
+    std::optional<NodeRows>& found = nodes_[origin];
+    if (found) return *found;
+    std::vector<RemoteRange> ranges;
+    for (const RemoteRange& range : far_) {
+      const bool own = range.src / ranks_per_node_ == range.dst / ranks_per_node_;
+      if (origin == kAllNodes || own == (origin == kOwnNodes)) ranges.push_back(range);
+    }
+    return found.emplace(FindNodeRows(std::move(ranges), layout_.num_ranks, ranks_per_node_));
+  }
+
   Ints edges_, owner_, offset_;
   Layout layout_;
   int64_t ranks_per_node_;
+  OwnKeys own_;
   QueryCut cut_;
   std::vector<RemoteRange> far_;
+  std::optional<NodeRows> nodes_[3];
 };
 
 }  // namespace

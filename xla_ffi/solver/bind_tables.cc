@@ -79,27 +79,23 @@ py::tuple RunUnitNeeds(const Ints& slices, const Ints& edges) {
                         Column(needs.reader), Table(needs.spans), Column(needs.total_rows));
 }
 
-// Rows of the dense pile that ranks have together [R + 1]: see runs.h. `rows` is [4, P], a pile
-// (first [D + 1], area [D + 1], begin [D], end [D], folded [D]).
-using PileColumns = std::tuple<Ints, Ints, Ints, Ints, Ints>;
-
-Pile PileOf(const PileColumns& columns, int64_t num_rows) {
-  const auto& [first, area, begin, end, folded] = columns;
-  const int64_t n = begin.size();
-  Require(first.size() == n + 1 && area.size() == n + 1 && end.size() == n && folded.size() == n,
-          "columns of a pile do not fit together");
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t size = first.data()[i + 1] - first.data()[i];
-    Require(size > 0 && begin.data()[i] >= 0 && end.data()[i] - begin.data()[i] == size &&
-                end.data()[i] <= num_rows,
+std::vector<Document> DocumentsOf(const Ints& table, int64_t num_rows) {
+  struct Row {
+    int64_t begin, end, folded;
+  };
+  const auto* rows = RowsOf<Row>(table);
+  std::vector<Document> out;
+  for (const Row* row = rows; row != rows + table.size() / 3; ++row) {
+    Require(row->begin >= 0 && row->begin < row->end && row->end <= num_rows,
             "a document lies outside of the sequence");
+    out.push_back({row->begin, row->end, 0, row->end - row->begin, row->folded});
   }
-  Require(first.data()[0] == 0, "a pile begins at row 0");
-  return {first.data(), area.data(), begin.data(), end.data(), folded.data(), n};
+  return out;
 }
 
-Ints RunDealRuns(const Ints& rows, const PileColumns& dense, const PileColumns& light,
-                 const Ints& tokens) {
+// Pieces (begin, size, rank) [N, 3] of documents (begin, end, folded) [D, 3] that are dealt to
+// ranks of shares (tokens, area) [R, 2]: see runs.h. `rows` is [4, P].
+Ints RunDealRuns(const Ints& rows, const Ints& dense, const Ints& light, const Ints& shares) {
   Require(rows.ndim() == 2 && rows.shape(0) == 4 && rows.shape(1) > 0 && rows.data()[0] == 0 &&
               std::is_sorted(rows.data(), rows.data() + rows.shape(1)),
           "rows [4, P] must begin at 0 and rise");
@@ -107,12 +103,18 @@ Ints RunDealRuns(const Ints& rows, const PileColumns& dense, const PileColumns& 
   const RowAreas areas = {rows.data(), rows.data() + points, rows.data() + 2 * points,
                           rows.data() + 3 * points, points};
   const int64_t num_rows = rows.data()[points - 1];
-  const Pile first = PileOf(dense, num_rows), second = PileOf(light, num_rows);
-  Require(tokens.size() > 0 && tokens.data()[0] == 0 &&
-              std::is_sorted(tokens.data(), tokens.data() + tokens.size()) &&
-              tokens.data()[tokens.size() - 1] == first.num_rows() + second.num_rows(),
-          "tokens of ranks must add up to those of the piles");
-  return Column(DealRuns(areas, first, second, tokens.data(), tokens.size() - 1));
+  std::vector<Document> first = DocumentsOf(dense, num_rows), second = DocumentsOf(light, num_rows);
+  const auto* parts = RowsOf<Share>(shares);
+  const std::vector<Share> of_ranks(parts, parts + shares.size() / 2);
+  int64_t tokens = 0;
+  for (const Share& share : of_ranks) {
+    Require(share.tokens >= 0, "a rank has no fewer than 0 tokens");
+    tokens += share.tokens;
+  }
+  for (const auto& pile : {first, second})
+    for (const Document& d : pile) tokens -= d.size();
+  Require(tokens == 0, "tokens of ranks must add up to those of the piles");
+  return Table(DealRuns(areas, std::move(first), std::move(second), of_ranks));
 }
 
 // Rows [N, W] of rising parts [N], padded to `size` rows or the longest part with `fill` [W]:

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
-#include <tuple>
+#include <utility>
 
 namespace magi_jax::solver {
 namespace {
@@ -12,11 +12,6 @@ int64_t SegmentAt(const Layout& layout, int64_t position) {
   return std::upper_bound(layout.edges + 1, layout.edges + layout.num_segments + 1, position) -
          (layout.edges + 1);
 }
-
-// Keys that lie together in one buffer of a rank.
-struct KeySegment {
-  int64_t begin, end, stage, k_offset;
-};
 
 // Received ranges that abut, globally and so in the buffer, become one segment.
 void AppendReceived(const RemoteRange* first, const RemoteRange* last,
@@ -29,47 +24,6 @@ void AppendReceived(const RemoteRange* first, const RemoteRange* last,
           {range->begin, range->end, range->stage + 1, range->dst_row - range->begin});
     }
   }
-}
-
-// Full rectangles first, by keys, then by queries; order[i] breaks ties, so that the sort is
-// stable.
-void SortForJoining(const std::vector<StagePiece>& pieces, int64_t* first, int64_t* last) {
-  std::sort(first, last, [&](int64_t a, int64_t b) {
-    const BandSlice &x = pieces[a].slice, &y = pieces[b].slice;
-    return std::make_tuple(!x.full(), x.k_start, x.k_end, x.q_start, a) <
-           std::make_tuple(!y.full(), y.k_start, y.k_end, y.q_start, b);
-  });
-}
-
-// Groups pieces (counting sort), and joins full rectangles that abut in queries over the same keys.
-StageSlices JoinRectangles(const std::vector<StagePiece>& pieces, int64_t num_groups) {
-  std::vector<int64_t> ptr(num_groups + 1, 0), order(pieces.size());
-  for (const StagePiece& piece : pieces) ++ptr[piece.group + 1];
-  std::partial_sum(ptr.begin(), ptr.end(), ptr.begin());
-  std::vector<int64_t> place(ptr.begin(), ptr.end() - 1);
-  for (size_t i = 0; i < pieces.size(); ++i) order[place[pieces[i].group]++] = i;
-  StageSlices out;
-  out.slices.reserve(pieces.size());
-  out.group.reserve(pieces.size());
-  for (int64_t group = 0; group < num_groups; ++group) {
-    SortForJoining(pieces, order.data() + ptr[group], order.data() + ptr[group + 1]);
-    const size_t group_begin = out.slices.size();
-    for (int64_t i = ptr[group]; i < ptr[group + 1]; ++i) {
-      const BandSlice& slice = pieces[order[i]].slice;
-      if (out.slices.size() > group_begin) {
-        BandSlice& last = out.slices.back();
-        if (slice.full() && last.full() && slice.k_start == last.k_start &&
-            slice.k_end == last.k_end && slice.q_start == last.q_end) {
-          last.q_end = slice.q_end;
-          last.d_min = std::min(last.d_min, slice.d_min);
-          continue;
-        }
-      }
-      out.slices.push_back(slice);
-      out.group.push_back(group);
-    }
-  }
-  return out;
 }
 
 }  // namespace
@@ -161,25 +115,39 @@ std::vector<RemoteRange> SplitStages(const std::vector<RemoteRange>& remote, int
   return out;
 }
 
-std::vector<StagePiece> CutPieces(const QueryCut& cut, const std::vector<RemoteRange>& remote,
-                                  const Layout& layout) {
-  std::vector<std::vector<KeySegment>> own(layout.num_ranks);
+OwnKeys FindOwnKeys(const Layout& layout) {
+  OwnKeys out;
+  out.ptr.assign(layout.num_ranks + 1, 0);
+  for (int64_t g = 0; g < layout.num_segments; ++g) ++out.ptr[layout.owner[g] + 1];
+  std::partial_sum(out.ptr.begin(), out.ptr.end(), out.ptr.begin());
+  out.segments.resize(layout.num_segments);
+  std::vector<int64_t> place(out.ptr.begin(), out.ptr.end() - 1);
   for (int64_t g = 0; g < layout.num_segments; ++g)
-    own[layout.owner[g]].push_back({layout.edges[g], layout.edges[g + 1], 0, layout.offset[g]});
-  std::vector<StagePiece> pieces;
+    out.segments[place[layout.owner[g]]++] = {layout.edges[g], layout.edges[g + 1], 0,
+                                              layout.offset[g]};
+  return out;
+}
+
+std::vector<GroupedSlice> CutStages(const QueryCut& cut, const std::vector<RemoteRange>& remote,
+                                    const OwnKeys& own, int64_t num_remote_stages) {
+  const auto num_ranks = static_cast<int64_t>(own.ptr.size()) - 1;
+  std::vector<GroupedSlice> pieces;
   pieces.reserve(2 * cut.slices.size());
-  std::vector<KeySegment> segments;
+  std::vector<KeySegment> received, segments;
   const RemoteRange* range = remote.data();
   const RemoteRange* const ranges_end = range + remote.size();
   for (size_t first = 0, last = 0; first < cut.slices.size(); first = last) {
     const int64_t rank = cut.rank[first];
-    segments = own[rank];
     while (range != ranges_end && range->dst < rank) ++range;
-    const RemoteRange* received = range;
+    const RemoteRange* from = range;
     while (range != ranges_end && range->dst == rank) ++range;
-    AppendReceived(received, range, &segments);
-    std::inplace_merge(segments.begin(), segments.begin() + own[rank].size(), segments.end(),
-                       [](const KeySegment& a, const KeySegment& b) { return a.begin < b.begin; });
+    received.clear();
+    AppendReceived(from, range, &received);
+    const auto mine = own.segments.begin() + own.ptr[rank];
+    const auto mine_end = own.segments.begin() + own.ptr[rank + 1];
+    segments.resize(received.size() + (mine_end - mine));
+    std::merge(mine, mine_end, received.begin(), received.end(), segments.begin(),
+               [](const KeySegment& a, const KeySegment& b) { return a.begin < b.begin; });
     for (; last < cut.slices.size() && cut.rank[last] == rank; ++last) {
       const BandSlice& slice = cut.slices[last];
       auto segment =
@@ -189,16 +157,11 @@ std::vector<StagePiece> CutPieces(const QueryCut& cut, const std::vector<RemoteR
         const BandSlice piece = ClipKeys(slice, segment->begin, segment->end);
         if (piece.visible())
           pieces.push_back({Shift(piece, cut.q_offset[last], segment->k_offset),
-                            segment->stage * layout.num_ranks + rank});
+                            segment->stage * num_ranks + rank});
       }
     }
   }
-  return pieces;
-}
-
-StageSlices CutStages(const QueryCut& cut, const std::vector<RemoteRange>& remote,
-                      const Layout& layout, int64_t num_remote_stages) {
-  return JoinRectangles(CutPieces(cut, remote, layout), (num_remote_stages + 1) * layout.num_ranks);
+  return JoinRectangles(pieces, (num_remote_stages + 1) * num_ranks);
 }
 
 }  // namespace magi_jax::solver

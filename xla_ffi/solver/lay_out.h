@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "xla_ffi/solver/bands.h"
+#include "xla_ffi/solver/join.h"
 
 namespace magi_jax::solver {
 
@@ -33,12 +34,6 @@ struct RemoteRange {
   int64_t dst, src, begin, end, src_row, stage, dst_row;
 };
 
-// Slices in local coordinates, those of stage i on rank r with group i * R + r, sorted by group.
-struct StageSlices {
-  std::vector<BandSlice> slices;
-  std::vector<int64_t> group;
-};
-
 // Received rows [begin, end), counted in global order, which land in the buffer of one stage from
 // row `offset` on.
 struct StageCell {
@@ -60,20 +55,23 @@ std::vector<RemoteRange> FindRemote(const QueryCut& cut, const Layout& layout);
 std::vector<RemoteRange> SplitStages(const std::vector<RemoteRange>& remote, int64_t num_ranks,
                                      int64_t num_stages, bool turned);
 
-// A slice in local coordinates, of a stage and rank as in StageSlices.
-struct StagePiece {
-  BandSlice slice;
-  int64_t group;
+// Keys that lie together in one buffer of a rank: those that it owns, or those of a remote stage.
+struct KeySegment {
+  int64_t begin, end, stage, k_offset;
 };
 
-// Stage 0 reads the rank's own keys, stage i + 1 what remote stage i brings. In the order of the
-// cut.
-std::vector<StagePiece> CutPieces(const QueryCut& cut, const std::vector<RemoteRange>& remote,
-                                  const Layout& layout);
+// Own keys of rank r: segments[ptr[r]:ptr[r + 1]].
+struct OwnKeys {
+  std::vector<KeySegment> segments;
+  std::vector<int64_t> ptr;  // [R + 1]
+};
 
-// The same by group, rectangles joined that abut in queries over the same keys.
-StageSlices CutStages(const QueryCut& cut, const std::vector<RemoteRange>& remote,
-                      const Layout& layout, int64_t num_remote_stages);
+OwnKeys FindOwnKeys(const Layout& layout);
+
+// Slices in local coordinates, those of stage i on rank r with group i * R + r, sorted by group:
+// stage 0 reads the rank's own keys, stage i + 1 what remote stage i brings.
+std::vector<GroupedSlice> CutStages(const QueryCut& cut, const std::vector<RemoteRange>& remote,
+                                    const OwnKeys& own, int64_t num_remote_stages);
 
 }  // namespace magi_jax::solver
 

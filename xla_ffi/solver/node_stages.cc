@@ -3,37 +3,10 @@
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
+#include <utility>
 
 namespace magi_jax::solver {
 namespace {
-
-// Key rows [begin, end) that a node receives, of which the first is its `place`-th distinct one.
-struct Stretch {
-  int64_t begin, end, place;
-};
-
-// The distinct rows of a node as stretches. Calls found(range, first, count) for each part of a
-// range that no range before it has: its `first`-th to (first + count)-th distinct rows.
-template <typename F>
-std::vector<Stretch> DistinctRows(const std::vector<RemoteRange>& remote,
-                                  std::vector<int64_t>* order, F&& found) {
-  std::sort(order->begin(), order->end(), [&](int64_t a, int64_t b) {
-    return remote[a].begin < remote[b].begin || (remote[a].begin == remote[b].begin && a < b);
-  });
-  std::vector<Stretch> out;
-  int64_t place = 0;
-  for (int64_t i : *order) {
-    const RemoteRange& range = remote[i];
-    if (out.empty() || range.begin > out.back().end)
-      out.push_back({range.begin, range.begin, place});
-    const int64_t count = range.end - std::max(range.begin, out.back().end);
-    if (count <= 0) continue;
-    found(range, place, count);
-    out.back().end = range.end;
-    place += count;
-  }
-  return out;
-}
 
 // Calls part(stage, first, count) for each stage that rows [first, first + count) fall into.
 template <typename F>
@@ -45,61 +18,6 @@ void ForEachStage(const std::vector<StageCell>& cells, int64_t first, int64_t co
     part(cell->stage, first, until - first);
     first = until;
   }
-}
-
-// `SplitNodeStages` whose stages are called `names`.
-std::vector<RemoteRange> SplitInto(const std::vector<int64_t>& names,
-                                   const std::vector<RemoteRange>& remote, int64_t num_ranks,
-                                   int64_t ranks_per_node, bool turned, LinkRows* moved) {
-  const auto num_stages = static_cast<int64_t>(names.size());
-  const int64_t num_nodes = num_ranks / ranks_per_node;
-  std::vector<RemoteRange> out;
-  std::vector<int64_t> order, filled(num_stages);
-  for (int64_t node = 0, first = 0, last = 0; node < num_nodes; ++node, first = last) {
-    const auto size = static_cast<int64_t>(remote.size());
-    while (last < size && remote[last].dst / ranks_per_node == node) ++last;
-    order.resize(last - first);
-    std::iota(order.begin(), order.end(), first);
-
-    // The cells depend on the number of distinct rows, so these are counted first.
-    int64_t rows = 0;
-    const auto count_rows = [&](const RemoteRange&, int64_t, int64_t count) { rows += count; };
-    const std::vector<Stretch> stretches = DistinctRows(remote, &order, count_rows);
-    const int64_t start = turned ? rows * node / num_nodes : 0;
-    const std::vector<StageCell> cells = StageCells(rows, start, num_stages);
-    const auto relay_of = [&](int64_t src) { return node * ranks_per_node + src % ranks_per_node; };
-    DistinctRows(remote, &order, [&](const RemoteRange& range, int64_t place, int64_t count) {
-      if (range.src / ranks_per_node == node) return;  // the owner is the relay
-      ForEachStage(cells, place, count, [&](int64_t stage, int64_t, int64_t part) {
-        stage = names[stage];
-        moved->far_in[stage * num_ranks + relay_of(range.src)] += part;
-        moved->far_out[stage * num_ranks + range.src] += part;
-      });
-    });
-
-    for (int64_t i = first; i < last; ++i) {
-      const RemoteRange& range = remote[i];
-      if (i == first || remote[i - 1].dst != range.dst) std::fill(filled.begin(), filled.end(), 0);
-      const Stretch& stretch =
-          *(std::partition_point(stretches.begin(), stretches.end(),
-                                 [&](const Stretch& s) { return s.begin <= range.begin; }) -
-            1);
-      const int64_t place = stretch.place + range.begin - stretch.begin;
-      ForEachStage(cells, place, range.end - range.begin,
-                   [&](int64_t stage, int64_t at, int64_t part) {
-                     const int64_t skipped = at - place, begin = range.begin + skipped;
-                     out.push_back({range.dst, range.src, begin, begin + part,
-                                    range.src_row + skipped, names[stage], filled[stage]});
-                     filled[stage] += part;
-                     stage = names[stage];
-                     const int64_t relay = relay_of(range.src);
-                     if (relay == range.dst) return;
-                     moved->near_in[stage * num_ranks + range.dst] += part;
-                     moved->near_out[stage * num_ranks + relay] += part;
-                   });
-    }
-  }
-  return out;
 }
 
 }  // namespace
@@ -116,30 +34,91 @@ LinkRows CountLinkRows(const std::vector<RemoteRange>& remote, int64_t num_ranks
   return out;
 }
 
-std::vector<RemoteRange> SplitNodeStages(const std::vector<RemoteRange>& remote, int64_t num_ranks,
-                                         int64_t num_stages, int64_t ranks_per_node, bool turned,
-                                         LinkRows* moved) {
-  std::vector<int64_t> names(num_stages);
-  std::iota(names.begin(), names.end(), 0);
-  return SplitInto(names, remote, num_ranks, ranks_per_node, turned, moved);
+NodeRows FindNodeRows(std::vector<RemoteRange> remote, int64_t num_ranks, int64_t ranks_per_node) {
+  NodeRows out = {num_ranks, ranks_per_node, std::move(remote), {}, {}, {0}, {0}, {}};
+  const auto size = static_cast<int64_t>(out.ranges.size());
+  out.place.resize(size);
+  std::vector<int64_t> order(size);
+  std::iota(order.begin(), order.end(), 0);
+  for (int64_t node = 0, last = 0; node < num_ranks / ranks_per_node; ++node) {
+    const int64_t first = last;
+    while (last < size && out.ranges[last].dst / ranks_per_node == node) ++last;
+    std::sort(order.begin() + first, order.begin() + last, [&](int64_t a, int64_t b) {
+      const RemoteRange &x = out.ranges[a], &y = out.ranges[b];
+      return x.begin < y.begin || (x.begin == y.begin && a < b);
+    });
+    // Rows of the node from `stretch` on, without a gap up to `end`.
+    int64_t rows = 0, stretch = 0, before = 0, end = -1;
+    for (int64_t k = first; k < last; ++k) {
+      const RemoteRange& range = out.ranges[order[k]];
+      if (range.begin > end) stretch = end = range.begin, before = rows;
+      out.place[order[k]] = before + range.begin - stretch;
+      const int64_t count = range.end - end;
+      if (count <= 0) continue;
+      out.fresh.push_back({range.src, rows, count});
+      rows += count;
+      end = range.end;
+    }
+    out.rows.push_back(rows);
+    out.range_ptr.push_back(last);
+    out.fresh_ptr.push_back(static_cast<int64_t>(out.fresh.size()));
+  }
+  return out;
 }
 
-std::vector<RemoteRange> SplitByNode(const std::vector<RemoteRange>& remote, int64_t num_ranks,
-                                     const std::vector<bool>& near, int64_t ranks_per_node,
-                                     LinkRows* moved) {
+std::vector<RemoteRange> SplitNodeStages(const NodeRows& rows, const std::vector<int64_t>& names,
+                                         bool turned, LinkRows* moved) {
+  const int64_t num_ranks = rows.num_ranks, per_node = rows.ranks_per_node;
+  const auto num_stages = static_cast<int64_t>(names.size());
+  const auto num_nodes = static_cast<int64_t>(rows.rows.size());
+  std::vector<RemoteRange> out;
+  out.reserve(rows.ranges.size() + rows.ranges.size() / 4);
+  std::vector<int64_t> filled(num_stages);
+  for (int64_t node = 0; node < num_nodes; ++node) {
+    const int64_t start = turned ? rows.rows[node] * node / num_nodes : 0;
+    const std::vector<StageCell> cells = StageCells(rows.rows[node], start, num_stages);
+    const auto relay_of = [&](int64_t src) { return node * per_node + src % per_node; };
+    for (int64_t i = rows.fresh_ptr[node]; i < rows.fresh_ptr[node + 1]; ++i) {
+      const NodeRows::Fresh& fresh = rows.fresh[i];
+      if (fresh.src / per_node == node) continue;  // the owner is the relay
+      ForEachStage(cells, fresh.place, fresh.count, [&](int64_t stage, int64_t, int64_t part) {
+        moved->far_in[names[stage] * num_ranks + relay_of(fresh.src)] += part;
+        moved->far_out[names[stage] * num_ranks + fresh.src] += part;
+      });
+    }
+    for (int64_t i = rows.range_ptr[node]; i < rows.range_ptr[node + 1]; ++i) {
+      const RemoteRange& range = rows.ranges[i];
+      if (i == rows.range_ptr[node] || rows.ranges[i - 1].dst != range.dst)
+        std::fill(filled.begin(), filled.end(), 0);
+      const int64_t place = rows.place[i], relay = relay_of(range.src);
+      const auto part_of = [&](int64_t stage, int64_t at, int64_t part) {
+        const int64_t skipped = at - place, begin = range.begin + skipped;
+        out.push_back({range.dst, range.src, begin, begin + part, range.src_row + skipped,
+                       names[stage], filled[stage]});
+        filled[stage] += part;
+        if (relay == range.dst) return;
+        moved->near_in[names[stage] * num_ranks + range.dst] += part;
+        moved->near_out[names[stage] * num_ranks + relay] += part;
+      };
+      ForEachStage(cells, place, range.end - range.begin, part_of);
+    }
+  }
+  return out;
+}
+
+std::vector<RemoteRange> SplitByNode(const NodeRows& own_nodes, const NodeRows& other_nodes,
+                                     const std::vector<bool>& near, LinkRows* moved) {
   std::vector<RemoteRange> parts[2];
   for (const bool kind : {true, false}) {
     std::vector<int64_t> names;
     for (size_t stage = 0; stage < near.size(); ++stage)
       if (near[stage] == kind) names.push_back(static_cast<int64_t>(stage));
-    std::vector<RemoteRange> rows;
-    for (const RemoteRange& range : remote)
-      if ((range.src / ranks_per_node == range.dst / ranks_per_node) == kind) rows.push_back(range);
-    if (rows.empty()) continue;
+    const NodeRows& rows = kind ? own_nodes : other_nodes;
+    if (rows.ranges.empty()) continue;
     if (names.empty())
       throw std::invalid_argument(kind ? "no stage has the rows of own nodes"
                                        : "no stage has the rows of other nodes");
-    parts[kind] = SplitInto(names, rows, num_ranks, ranks_per_node, false, moved);
+    parts[kind] = SplitNodeStages(rows, names, false, moved);
   }
   std::vector<RemoteRange> out(parts[0].size() + parts[1].size());
   std::merge(parts[0].begin(), parts[0].end(), parts[1].begin(), parts[1].end(), out.begin(),

@@ -1,4 +1,4 @@
-// Dealing two piles of documents out row by row: magi_jax/solver/dispatch/runs.py in C++.
+// Dealing two piles of documents out row by row: magi_jax/solver/dispatch/deal.py in C++.
 
 #ifndef MAGI_JAX_XLA_FFI_SOLVER_RUNS_H_
 #define MAGI_JAX_XLA_FFI_SOLVER_RUNS_H_
@@ -19,25 +19,31 @@ struct RowAreas {
   int64_t Before(int64_t row) const;
 };
 
-// Documents in the order in which they are dealt.
-struct Pile {
-  const int64_t* first;   // [D + 1] rows of the pile before each document
-  const int64_t* area;    // [D + 1] area before each document
-  const int64_t* begin;   // [D] rows of the document in the sequence
-  const int64_t* end;     // [D]
-  const int64_t* folded;  // [D] 1: rows are dealt from both ends
-  int64_t num_documents;
+// Rows of [begin, end) in the order in which they are dealt, those from `first` to `last`: one
+// after another, or where it is folded from the front and from the back by turns.
+struct Document {
+  int64_t begin, end, first, last, folded;
 
-  int64_t num_rows() const { return first[num_documents]; }
-  // Of the first rows of the pile, `taken` of them.
-  int64_t Area(int64_t taken, const RowAreas& rows) const;
+  int64_t size() const { return last - first; }
+  // Of the rows up to `row`, how many are from either end.
+  int64_t back(int64_t row) const { return folded ? row / 2 : 0; }
+  int64_t front(int64_t row) const { return row - back(row); }
 };
 
-// How many rows of the dense pile the first ranks have together, [R + 1], when they have `tokens`
-// [R + 1] of both piles: as many as bring each rank nearest to an even share of the area that is
-// left.
-std::vector<int64_t> DealRuns(const RowAreas& rows, const Pile& dense, const Pile& light,
-                              const int64_t* tokens, int64_t num_ranks);
+// Rows [begin, begin + size) that a rank has.
+struct RunPiece {
+  int64_t begin, size, rank;
+};
+
+// What each rank is to have: tokens, and area that it has whatever is dealt.
+struct Share {
+  int64_t tokens, area;
+};
+
+// Pieces of all documents. Each rank takes the first rows of both piles, as many of either as bring
+// it nearest to an even share of the area that is left; other documents come first where none do.
+std::vector<RunPiece> DealRuns(const RowAreas& rows, std::vector<Document> dense,
+                               std::vector<Document> light, const std::vector<Share>& shares);
 
 }  // namespace magi_jax::solver
 

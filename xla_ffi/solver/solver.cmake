@@ -7,6 +7,7 @@ pybind11_add_module(_planner NO_EXTRAS
   xla_ffi/solver/binding.cc
   xla_ffi/solver/deal.cc
   xla_ffi/solver/greedy.cc
+  xla_ffi/solver/join.cc
   xla_ffi/solver/lay_out.cc
   xla_ffi/solver/node_stages.cc
   xla_ffi/solver/placement.cc

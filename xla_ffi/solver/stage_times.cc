@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace magi_jax::solver {
 namespace {
@@ -140,21 +141,21 @@ void AddKernelTime(const BandSlice& slice, int64_t group, const Rates& forward,
   times->backward_us[group] += area * backward.us_per_cell / RateAt(log_keys, backward);
 }
 
-std::vector<int64_t> TouchedRows(const std::vector<StagePiece>& pieces, int64_t num_groups) {
-  int64_t width = 1;
-  for (const StagePiece& piece : pieces)
-    width = std::max(width, (piece.slice.q_end + kMergeTile - 1) / kMergeTile + 1);
-  std::vector<int32_t> steps(num_groups * width, 0);
-  for (const StagePiece& piece : pieces) {
-    ++steps[piece.group * width + piece.slice.q_start / kMergeTile];
-    --steps[piece.group * width + (piece.slice.q_end + kMergeTile - 1) / kMergeTile];
-  }
+std::vector<int64_t> TouchedRows(const std::vector<GroupedSlice>& pieces, int64_t num_groups) {
   std::vector<int64_t> rows(num_groups, 0);
-  for (int64_t group = 0; group < num_groups; ++group) {
-    int64_t covering = 0;
-    for (int64_t tile = 0; tile < width; ++tile) {
-      covering += steps[group * width + tile];
-      if (covering > 0) rows[group] += kMergeTile;
+  std::vector<std::pair<int64_t, int64_t>> tiles;
+  for (size_t first = 0, last = 0; first < pieces.size(); first = last) {
+    const int64_t group = pieces[first].group;
+    tiles.clear();
+    for (; last < pieces.size() && pieces[last].group == group; ++last) {
+      const BandSlice& s = pieces[last].slice;
+      tiles.push_back({s.q_start / kMergeTile, (s.q_end + kMergeTile - 1) / kMergeTile});
+    }
+    std::sort(tiles.begin(), tiles.end());
+    int64_t until = 0;
+    for (const auto& [begin, end] : tiles) {
+      rows[group] += kMergeTile * std::max<int64_t>(end - std::max(begin, until), 0);
+      until = std::max(until, end);
     }
   }
   return rows;

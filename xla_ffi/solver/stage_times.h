@@ -44,9 +44,10 @@ struct Steps {
   std::vector<bool> near;  // [S], or empty where none is
 };
 
-// Query rows of each of `num_groups` groups in tiles of kMergeTile in which any sees a key.
+// Query rows of each of `num_groups` groups in tiles of kMergeTile in which any sees a key; pieces
+// are sorted by group.
 constexpr int64_t kMergeTile = 16;
-std::vector<int64_t> TouchedRows(const std::vector<StagePiece>& pieces, int64_t num_groups);
+std::vector<int64_t> TouchedRows(const std::vector<GroupedSlice>& pieces, int64_t num_groups);
 
 // When the last rank is done with one direction, in which stages merge `merged_rows` of each group.
 double PredictUs(const std::vector<double>& kernel_us, const std::vector<int64_t>& merged_rows,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from magi_jax.solver.dispatch.bounds import lower_bounds
 from magi_jax.solver.dispatch.numpy_placement import NumpyPlacement
 from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem
 from magi_jax.solver.dispatch.regular import contiguous, zigzag
@@ -34,6 +35,8 @@ ALWAYS_SEARCHED = 2
 TOTAL_WEIGHT = 0.01
 # How steeply imbalance beyond the limit raises the cost of a placement.
 OVERLOAD_COST = 200.0
+# Runs whose ranks receive more than so many times what they must are compared with chunks in any case.
+FAR_FROM_BOUND = 3.0
 # Fixed time of a proposed exchange, in spans.
 SPANS_OF_A_MOVE = 15
 # Greedy passes pile travelling rows up on few ranks; it takes so many exchanges to spread them.
@@ -76,6 +79,8 @@ class Effort(NamedTuple):
         hope: a search starts where its best starting point costs less than so many times what is known.
         few_rows: runs whose rows are at most so many shares of a rank are taken without looking further,
             beyond `ALWAYS_SEARCHED` ranks.
+        searched_ranks: beyond so many ranks balanced runs are taken, unless they are far from their bound:
+            chunks, of which a rank has as few as ever, are hardly better there.
         run_orders: orders of the piles of `runs.runs` that are tried.
     """
 
@@ -93,6 +98,7 @@ class Effort(NamedTuple):
     overload_cost: float
     hope: float
     few_rows: float
+    searched_ranks: float
     run_orders: tuple[tuple[str, str], ...]
 
 
@@ -102,14 +108,14 @@ EFFORTS = MappingProxyType(
             passes=(0, 1, 4), node_first=False, probe=400, probe_temperature=0.0, searches=1,
             work=200_000, area_limit=AREA_LIMIT, node_weight=1.5, period=8,
             rounds=(Round(1.02, 0.5, 0.1), Round(1.01, 0.5, 0.03)), finish=(), overload_cost=200.0,
-            hope=1.25, few_rows=1.0, run_orders=ALL_ORDERS[-2:-1],
+            hope=1.25, few_rows=1.0, searched_ranks=48, run_orders=ALL_ORDERS[4::-2],
         ),
         "high": Effort(
             passes=tuple(range(len(GREEDY))), node_first=True, probe=30_000, probe_temperature=0.02,
             searches=3, work=300_000_000, area_limit=1.0048, node_weight=1.25, period=6,
             rounds=(Round(1.03, 0.45, 0.3), Round(1.0035, 0.55, 0.1)),
             finish=(Round(1.0042, 0.5, 0.1), Round(1.0042, 0.5, 0.03)), overload_cost=2000.0,
-            hope=2.0, few_rows=0.0, run_orders=ALL_ORDERS,
+            hope=2.0, few_rows=0.0, searched_ranks=np.inf, run_orders=ALL_ORDERS,
         ),
     }
 )  # fmt: skip
@@ -129,11 +135,10 @@ def balanced(problem: DispatchProblem) -> Assignment:
     make_placement = placement_maker(problem.engine)
     if problem.cp_size == 1 or not (len(problem.slices) or len(problem.travelling)):
         return contiguous(problem)
-    found = _placed_runs(problem, per_node)
-    few = EFFORTS[problem.effort].few_rows * int(problem.edges[-1]) / problem.cp_size
-    is_cheap_to_search = problem.cp_size <= ALWAYS_SEARCHED
-    if found and not is_cheap_to_search and min(cost for cost, _ in found) <= few:
-        return min(found, key=lambda each: each[0])[1]
+    placed_runs = _placed_runs(problem, per_node)
+    if placed_runs and placed_runs.are_good_enough(problem):
+        return placed_runs.placed
+    found = [(placed_runs.cost, placed_runs.placed)] if placed_runs else []
     for fineness in range(len(FINENESS)):
         units = make_units(problem, fineness, problem.engine)
         placement = make_placement(units, problem.cp_size, per_node)
@@ -152,15 +157,42 @@ def balanced(problem: DispatchProblem) -> Assignment:
     return min(found, key=lambda each: each[0])[1]
 
 
-def _placed_runs(problem: DispatchProblem, per_node: int) -> list[tuple[float, Assignment]]:
-    """Placements of long runs, and what they cost."""
-    make_placement, found = placement_maker(problem.engine), []
+class _Runs(NamedTuple):
+    """The best placement of long runs."""
+
+    cost: float
+    placed: Assignment
+    score: "_Score"
+    units: Units
+
+    def are_good_enough(self, problem: DispatchProblem) -> bool:
+        """Whether to look no further."""
+        effort, cp_size = EFFORTS[problem.effort], problem.cp_size
+        if self.move_little(problem):
+            return True
+        if cp_size <= effort.searched_ranks or self.score.imbalance > AREA_LIMIT:
+            return False
+        bound = lower_bounds(self.units, cp_size, node_size(problem)).total_rows
+        return self.score.total_rows <= FAR_FROM_BOUND * bound
+
+    def move_little(self, problem: DispatchProblem) -> bool:
+        """Whether rows cost little beside all else."""
+        few_rows, cp_size = EFFORTS[problem.effort].few_rows, problem.cp_size
+        few = few_rows * int(problem.edges[-1]) / cp_size
+        return cp_size > ALWAYS_SEARCHED and self.cost <= few
+
+
+def _placed_runs(problem: DispatchProblem, per_node: int) -> _Runs | None:
+    make_placement, best = placement_maker(problem.engine), None
     for placed in runs(problem, EFFORTS[problem.effort].run_orders):
         units = fixed_units(problem, placed.edges, problem.engine)
         placement = make_placement(units, problem.cp_size, per_node)
         score = _score(placement.measure(placed.owner.astype(np.int32)), problem.cp_size)
-        found.append((_final_cost(score, problem), placed))
-    return found
+        found = _Runs(_final_cost(score, problem), placed, score, units)
+        best = found if best is None or found.cost < best.cost else best
+        if best.move_little(problem):
+            break
+    return best
 
 
 def _final_cost(score: "_Score", problem: DispatchProblem) -> float:

@@ -18,7 +18,7 @@ from magi_jax.solver.dispatch.layout import Layout
 from magi_jax.solver.overlap.choose_stages import all_link_rows
 from magi_jax.solver.work.find_work import Work, traffic
 from magi_jax.solver.work.remote import NOTHING_REMOTE, QueryCut, Remote, remote_ranges
-from magi_jax.solver.work.stages import Staged, StageSlices, stage_slices
+from magi_jax.solver.work.stages import Staged, StageSlices, cut_stages
 
 # With more late rows than this share of a rank's, the others hide too little of their fetch as a rule.
 MOST_LATE = 0.5
@@ -140,7 +140,7 @@ def _late_work(work: Work, home: QueryCut, late: QueryCut, rows: RankRows) -> La
     # Nobody owns keys here: all that these queries see is received.
     none = np.zeros(0, np.int64)
     nobody = Layout(np.array([owners.seq_len]), none, none, owners.cp_size)
-    slices = stage_slices(late, keys, nobody, 1)[1]
+    slices = cut_stages(late, keys, nobody, 1, engine=work.engine).slices[1]
     return LateWork(work._replace(cut=home, far=NOTHING_REMOTE).staged(0), rows, keys, slices)
 
 

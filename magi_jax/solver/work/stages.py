@@ -10,6 +10,7 @@ from magi_jax.solver import intervals
 from magi_jax.solver.dispatch.layout import Layout
 from magi_jax.solver.engine import compiled
 from magi_jax.solver.work import two_level
+from magi_jax.solver.work.join import join_rectangles
 from magi_jax.solver.work.remote import QueryCut, Remote, split_stages
 
 
@@ -126,37 +127,14 @@ def stage_slices(
     pieces = bands.shift(pieces, cut.q_offset[source], segments.k_offset[segment])
     seen = np.flatnonzero(bands.is_visible(pieces))
     group = segments.stage[segment][seen] * layout.cp_size + cut.rank[source][seen]
-    pieces, group = _join_rectangles(pieces[seen], group)
+    pieces, group = join_rectangles(pieces[seen], group)
     assert bands.area(pieces).sum() == bands.area(cut.slices).sum(), "a cell was lost or doubled"
     return _by_stage(pieces, group, layout.cp_size, num_remote_stages)
 
 
 def whole_key_slices(cut: QueryCut) -> StageSlices:
     """Local slices of each rank where all of them hold all keys."""
-    return StageSlices(*_join_rectangles(bands.shift(cut.slices, cut.q_offset, 0), cut.rank))
-
-
-def _join_rectangles(slices: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Joins full rectangles of a group that abut in queries and have the same keys; sorted by
-    group.
-
-    Query segments that lie apart in the sequence are neighbours in local rows, and a rectangle,
-    unlike a band, does not care where in the sequence it lies. Fewer slices make shorter walks of
-    key tiles.
-    """
-    q0, q1, k0, k1, d0, d1 = slices.T
-    full = (d0 == k0 - q1 + 1) & (d1 == k1 - 1 - q0)
-    order = np.lexsort((q0, k1, k0, ~full, group))
-    slices, group, full = slices[order], group[order], full[order]
-    same = (np.diff(group) == 0) & full[1:] & full[:-1]
-    same &= (np.diff(slices[:, bands.K_START : bands.D_MIN], axis=0) == 0).all(axis=1)
-    same &= slices[1:, bands.Q_START] == slices[:-1, bands.Q_END]
-    first = np.flatnonzero(np.append(True, ~same)[: len(slices)])
-    last = np.append(first[1:], len(slices))[: len(first)] - 1
-    joined = slices[first]
-    joined[:, bands.Q_END] = slices[last, bands.Q_END]
-    joined[:, bands.D_MIN] = np.minimum(joined[:, bands.D_MIN], slices[last, bands.D_MIN])
-    return joined, group[first]
+    return StageSlices(*join_rectangles(bands.shift(cut.slices, cut.q_offset, 0), cut.rank))
 
 
 def _key_segments(remote: Remote, layout: Layout) -> _KeySegments:
