@@ -1,72 +1,89 @@
-"""Fits the cost model's kernel rates to measured TFLOP/s by mask.
+"""Fits the cost model's kernel rates to timed calls of ranks.
 
+    python benchmarks/scaling time                 # on a GPU; writes both files that are read here
     python benchmarks/planner_rates.py
 
-reads ``results/forward_sm90_h200.json`` and ``results/backward_sm90.json`` and prints rates by visible keys
-per query row, rising, such that the time of a mask is the sum over its slices of area over rate. Only
-sequences of 32,768 tokens and more are taken: shorter ones do not fill the device, a rank's share does.
+reads the calls that ``scaling prepare`` chose and the times that ``scaling time`` found for them, and prints
+rates by visible keys per query row, rising, such that the time of a call is the sum over its slices of area
+over rate, a constant, and in the forward pass the rows that it merges with those of earlier calls.
 """
 
+import argparse
 import json
 from pathlib import Path
 
 import numpy as np
-from kernels import cases
+from scaling.orders import load_orders
+from scaling.work import FLOPS_PER_PAIR, HEAD_DIM, NUM_HEADS, Piece
 from scipy.optimize import least_squares
 
 from magi_jax.masks import bands
+from magi_jax.solver.cost.model import MERGE_TILE
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
 KEYS = (64, 256, 1024, 4096, 16384)
-LEAST_TOKENS = 32768
+FAR = 0.3  # of the logarithm of a time to the fit: the host was held up
+START = (*np.log(np.diff([0, 120, 300, 450, 550, 600])), np.log(20.0), np.log(0.03))
 
 
-def forward_rates() -> dict[tuple[str, int], float]:
-    """Measured TFLOP/s of the forward pass by (mask, tokens)."""
-    ours = json.loads((RESULTS / "forward_sm90_h200.json").read_text())["ours"]
-    pairs = ((name.split("@"), rate) for name, rate in ours.items())
-    return {(mask, int(tokens)): rate for (mask, tokens), rate in pairs}
+def merged_rows(piece: Piece) -> int:
+    """Rows of the query tiles in which a call adds to earlier results."""
+    if piece.result != "merged":
+        return 0
+    begin = piece.slices[:, bands.Q_START] // MERGE_TILE
+    end = -(-piece.slices[:, bands.Q_END] // MERGE_TILE)
+    tiles = [np.arange(*ends) for ends in zip(begin, end, strict=True)]
+    return MERGE_TILE * len(np.unique(np.concatenate(tiles)))
 
 
-def backward_rates() -> dict[tuple[str, int], float]:
-    """Measured TFLOP/s of the backward pass by (mask, tokens)."""
-    rows = json.loads((RESULTS / "backward_sm90.json").read_text())["rows"]
-    return {(r["mask"], r["tokens"]): r["bwd_tflops"] for r in rows if "magi_jax" in r["peer"]}
-
-
-def fit(measured: dict[tuple[str, int], float]) -> tuple[np.ndarray, float]:
-    """Rates at `KEYS` and the largest relative error of a mask's time."""
-    measured = {
-        (mask.replace("swa_causal", "window"), tokens): rate
-        for (mask, tokens), rate in measured.items()
-        if tokens >= LEAST_TOKENS
-    }
-    slices = [cases(tokens)[mask].mask.slices for mask, tokens in measured]
+def fit(pieces: list[Piece], times_us: np.ndarray, which: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rates at `KEYS`, the constant and microseconds per merged row ``[7]``; and relative errors of calls."""
+    slices = [piece.slices.astype(np.int64) for piece in pieces]
     areas = [bands.area(rows) for rows in slices]
-    keys = [
-        a / (s[:, bands.Q_END] - s[:, bands.Q_START]) for s, a in zip(slices, areas, strict=True)
-    ]
+    area, call = np.concatenate(areas), np.repeat(np.arange(len(areas)), [len(a) for a in areas])
+    rows = np.concatenate([s[:, bands.Q_END] - s[:, bands.Q_START] for s in slices])
+    log_keys = np.log(np.maximum(area / rows, 1))
+    flops = area * FLOPS_PER_PAIR[which] * NUM_HEADS * HEAD_DIM / 1e6
+    merged = np.array([merged_rows(piece) for piece in pieces]) * (which == "forward")
 
-    def rates(steps):
-        return np.cumsum(np.exp(steps))
+    def off(steps: np.ndarray) -> np.ndarray:
+        rates = np.interp(log_keys, np.log(KEYS), np.cumsum(np.exp(steps[:5])))
+        kernel_us = np.bincount(call, flops / rates, len(pieces))
+        return np.log((kernel_us + np.exp(steps[5]) + np.exp(steps[6]) * merged) / times_us)
 
-    def errors(steps):
-        return [
-            np.log(np.sum(a / np.interp(np.log(k), np.log(KEYS), rates(steps))) * rate / a.sum())
-            for a, k, rate in zip(areas, keys, measured.values(), strict=True)
-        ]
-
-    start = np.log(np.diff([0, 120, 300, 450, 550, 600]))
-    found = least_squares(errors, start, bounds=(np.log(0.5), np.log(400))).x
-    return rates(found), float(np.abs(np.expm1(errors(found))).max())
+    found, near = np.array(START), np.ones(len(pieces), bool)
+    for _ in range(3):
+        found = least_squares(
+            lambda steps, near=near: off(steps)[near], found,
+            bounds=(np.log(1e-3), np.log(400)), loss="soft_l1", f_scale=0.05,
+        ).x  # fmt: skip
+        near = np.abs(off(found)) < FAR
+    values = np.exp(found)
+    return np.append(np.cumsum(values[:5]), values[5:]), np.abs(np.expm1(off(found)))
 
 
 def main() -> None:
     """Prints both tables."""
-    for name, measured in (("forward", forward_rates()), ("backward", backward_rates())):
-        rates, error = fit(measured)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pieces", type=Path, default=ROOT / "outputs" / "scaling_pieces.npz")
+    parser.add_argument(
+        "--kernels", type=Path, default=ROOT / "benchmarks" / "results" / "scaling_kernels.json"
+    )
+    args = parser.parse_args()
+    pieces = {key: order.piece for key, order in load_orders(args.pieces).items()}
+    timed = json.loads(args.kernels.read_text())["pieces"]
+    for which in FLOPS_PER_PAIR:
+        known = [
+            k for k in timed if k in pieces and which in timed[k] and pieces[k].heads == NUM_HEADS
+        ]
+        times_us = np.array([timed[k][which] for k in known])
+        (*rates, constant, per_row), errors = fit([pieces[k] for k in known], times_us, which)
         points = ", ".join(f"({k}, {rate:.0f}.0)" for k, rate in zip(KEYS, rates, strict=True))
-        print(f"{name}: {points}; the worst mask is off by {error:.1%}")
+        half, most = np.percentile(errors, [50, 95])
+        print(
+            f"{which}: {points}; {constant:.0f} us a call, {per_row:.4f} us a merged row;"
+            f" {len(known)} calls, off by {half:.1%} in the median, {most:.1%} at the 95th percentile"
+        )
 
 
 if __name__ == "__main__":

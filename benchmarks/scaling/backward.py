@@ -97,7 +97,7 @@ def _in_two_steps(kernels, moves: Moves, busy, link):
                 crossings.start(begin)
         busy = begin + kernels[stage + 1]
         if stage:
-            busy = np.maximum(busy, np.maximum(left, back))
+            busy = np.maximum(busy, left)
             if not is_near[stage - 1]:
                 crossings.link = back = np.maximum(crossings.link, busy) + moves.reduce[stage - 1]
         near = left = np.maximum(near, busy) + near_reduce[stage]

@@ -24,6 +24,8 @@ from magi_jax.parallel.overlap import after, barrier, behind
 from magi_jax.plan import AnyComm, CommMeta
 
 Arrays = Sequence[jax.Array]
+# Sums on their way between nodes: attention does not wait for them, but each keeps its buffers.
+MOST_CROSSING = 3
 KeysValues = tuple[jax.Array, jax.Array]
 
 
@@ -147,10 +149,9 @@ class Returns:
         """Takes what ran beside an attention whose result is ``done``, and sends it on."""
         if self.leaving is None and not self.crossing:
             return done
-        (leaving, crossing), done = barrier((self.leaving, self.crossing), done)
-        self.crossing = []
-        for in_flight in crossing:
-            self._add(self.link.finish(in_flight))
+        (leaving, self.crossing), done = barrier((self.leaving, self.crossing), done)
+        while len(self.crossing) >= MOST_CROSSING:
+            self._add(self.link.finish(self.crossing.pop(0)))
         self._send_on(leaving)
         return done
 
@@ -177,7 +178,9 @@ class Returns:
         self.leaving, self.steps = None, ()
 
     def plus(self, own: list[jax.Array]) -> list[jax.Array]:
-        """What has come back, and the rank's own."""
+        """What comes back, of which `collect` took the last steps, and the rank's own."""
+        while self.crossing:
+            self._add(self.link.finish(self.crossing.pop(0)))
         return own if self.total is None else list(map(jnp.add, self.total, own))
 
     def _add(self, sums: list[jax.Array]) -> None:

@@ -102,7 +102,7 @@ double InTwoSteps(const RankTimes& t, const std::vector<bool>& near_stages, bool
   if (num_stages > 0 && !begins_near)  // nothing hides the first step inside the node
     arrived = near.Move(std::max(before_travel, crossed[0]), t.cast_within[0]);
   if (!own_keys_last) local();
-  double left = 0.0, back = 0.0;  // when the latest gradients have moved inside nodes, and across
+  double left = 0.0;  // when the latest gradients have moved inside nodes
   for (int64_t stage = 1; stage <= num_stages; ++stage) {
     double begin = std::max(kernel_free, arrived);
     if (stage < num_stages) {
@@ -114,8 +114,8 @@ double InTwoSteps(const RankTimes& t, const std::vector<bool>& near_stages, bool
     kernel_free = begin + t.kernel[stage] + t.merge[stage];
     if (!own_keys_last) continue;
     if (stage > 1) {  // what ran beside it is taken before what it gave is sent
-      kernel_free = std::max({kernel_free, left, back});
-      if (!is_near(stage - 2)) back = far.Move(kernel_free, t.reduce[stage - 2]);
+      kernel_free = std::max(kernel_free, left);
+      if (!is_near(stage - 2)) far.Move(kernel_free, t.reduce[stage - 2]);
     }
     left = near.Move(kernel_free, t.reduce_within[stage - 1]);
   }

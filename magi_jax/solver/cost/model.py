@@ -1,10 +1,9 @@
 """How long kernels and transfers take: rates by slice shape and by link, as data.
 
-The default kernel rates are fitted to what the Hopper kernels of this package measured on one H200 in
-bfloat16 at head dim 128 (``benchmarks/planner_rates.py``): forward within 3 %, backward within 10 % of each
-measured mask. Casts and reduces of the native transport took 45 microseconds and their bytes at 311 GB/s
-between two H200, and merging the output of a stage of 32,768 rows 1.1 ms of the forward pass; 50 GB/s per
-GPU between nodes and the launches' time are assumed. Other tables are loaded with `CostModel.from_json`.
+The default rates are fitted to calls of ranks that were timed on one H200 in bfloat16 at head dim 128
+(``benchmarks/planner_rates.py``): within 3 % in the median, 15 % at the 95th percentile. Casts and reduces of
+the native transport took 45 microseconds and their bytes at 311 GB/s between two H200; 50 GB/s per GPU between
+nodes are assumed. Other tables are loaded with `CostModel.from_json`.
 """
 
 import dataclasses
@@ -45,7 +44,7 @@ class CostModel:
         node_link_gbps: GB/s that a GPU receives (and sends) across nodes.
         memory_gbps: GB/s at which the partial output of a forward stage is merged, read and written.
         latency_us: fixed time of a cast or a reduce.
-        launch_us: of the launches of a stage.
+        launch_us, backward_launch_us: what a further stage of a direction costs beside its work.
     """
 
     num_heads: int = 64

@@ -93,7 +93,7 @@ def _in_two_steps(work: DirectionWork) -> Timeline:
     to_cross = [stage for stage in range(num_stages) if not is_near[stage]]
     kernel_free = _begin_two_steps(work, found, far, near, to_cross)
     assert work.within_us is not None, "there is no step inside nodes"
-    left = back = np.zeros(cp_size)  # when the latest gradients have moved inside nodes, and across
+    left = np.zeros(cp_size)  # when the latest gradients have moved inside nodes
     for stage in range(1, num_stages + 1):
         begin = np.maximum(kernel_free, found.within[0, stage - 1, :, 1])
         if stage < num_stages:
@@ -108,10 +108,9 @@ def _in_two_steps(work: DirectionWork) -> Timeline:
         if not work.own_keys_last:
             continue
         if stage > 1:  # what ran beside it is taken before what it gave is sent
-            kernel_free = np.maximum.reduce([kernel_free, left, back])
+            kernel_free = np.maximum(kernel_free, left)
             if not is_near[stage - 2]:
                 found.reduce[stage - 2] = far.move(kernel_free, work.reduce_us[stage - 2])
-                back = far.free
         found.within[1, stage - 1] = near.move(kernel_free, work.within_us[1, stage - 1])
         left = near.free
     if not work.own_keys_last:
