@@ -1,9 +1,9 @@
 """How long kernels and transfers take: rates by slice shape and by link, as data.
 
 The default rates are fitted to calls of ranks that were timed on one H200 in bfloat16 at head dim 128
-(``benchmarks/planner_rates.py``): within 3 % in the median, 15 % at the 95th percentile. Casts and reduces of
-the native transport took 45 microseconds and their bytes at 311 GB/s between two H200; 50 GB/s per GPU between
-nodes are assumed. Other tables are loaded with `CostModel.from_json`.
+(``benchmarks/planner_rates.py``): within 3 % in the median, 15 % at the 95th percentile. Casts and reduces
+of the native transport took 45 microseconds and their bytes at 311 GB/s between two H200; 50 GB/s per GPU
+between nodes are assumed. Other tables are loaded with `CostModel.from_json`.
 """
 
 import dataclasses
