@@ -20,6 +20,7 @@ from attention_problem import (
 from magi_jax import masks
 from magi_jax.parallel import DistOptions, dispatch, dist_attention
 from magi_jax.plan import PlanConfig, make_plan, stack_plans
+from magi_jax.solver.cost.model import CostModel
 from magi_jax.testing import cases, hlo
 
 SEQ_LEN = 71
@@ -64,6 +65,24 @@ def test_kept_keys(rng):
     run = run_with(make_mesh(cp=4), options=DistOptions(keep_remote_kv=True))
     for plan in (plan.pad_to(spec) for plan in plans):
         check(run(dispatched(problem, plan), plan), plan, expected(problem, WINDOW))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_late_queries_in_the_forward_pass_alone(keep, rng):
+    """Where merging stages is dear, and bringing gradients back with nothing beside it too."""
+    model = CostModel(link_gbps=1e3, memory_gbps=1e-3, latency_us=0.0, grad_bytes=1 << 20)
+    options = {"overlap": "auto", "cost_model": model, "dispatch": "contiguous"}
+    config = dataclasses.replace(CONFIG, **options)
+    plan = make_plan(masks.causal(SEQ_LEN), 2, config)
+    assert plan.late is not None
+    assert not plan.comm
+    assert plan.backward_stages.late is None
+    assert plan.backward_stages.comm
+    run = run_with(make_mesh(cp=2), options=DistOptions(keep_remote_kv=keep))
+    for mask in (masks.causal(SEQ_LEN), WINDOW, masks.empty(SEQ_LEN)):
+        problem, other = random_problem(rng, SEQ_LEN), make_plan(mask, 2, config, spec=plan.spec)
+        check(run(dispatched(problem, other), other), other, expected(problem, mask))
+    assert run._cache_size() == 1
 
 
 def test_batches_share_a_plan_or_have_their_own(rng):

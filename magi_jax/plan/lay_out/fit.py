@@ -1,13 +1,13 @@
 """Lays work out in the sizes of a spec: what is predicted faster, or what fits."""
 
 from magi_jax.plan.frame import Frame
-from magi_jax.plan.lay_out.stages import lay_out_both_late, lay_out_stages
+from magi_jax.plan.lay_out.stages import lay_out_both_late, lay_out_late, lay_out_stages
 from magi_jax.plan.lay_out.ways import AUTO, Overlap, late_work, settled_counts
 from magi_jax.plan.spec import PlanSpec, StagesSpec
 from magi_jax.plan.tables import StageTables
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.overlap.choose_stages import Counts, Settled, choose_stages
-from magi_jax.solver.overlap.late import predict_us
+from magi_jax.solver.overlap.late import LateWork, predict_us
 from magi_jax.solver.work.find_work import Work
 
 
@@ -22,18 +22,28 @@ def lay_out_in(
     if late is None:
         return _stages_in(work, frame, counts, spec, machine)
     if not spec.comm:
-        return lay_out_both_late(late, work, frame, spec)
+        return _late_in(late, work, frame, counts, spec, machine)
     ways = [
-        lambda: lay_out_both_late(late, work, frame, spec),
+        lambda: _late_in(late, work, frame, counts, spec, machine),
         lambda: _stages_in(work, frame, counts, spec, machine),
     ]
     staged_us = choose_stages(work, frame.local_len, machine, counts).predicted_us
-    if predict_us(late, machine) > staged_us:
+    if sum(predict_us(late, machine)) > staged_us:
         ways.reverse()
     try:
         return ways[0]()
     except ValueError:
         return ways[1]()
+
+
+def _late_in(
+    late: LateWork, work: Work, frame: Frame, counts: Counts, spec: PlanSpec, machine: Machine
+) -> tuple[StageTables, StageTables | None]:
+    """With late queries, in the backward pass too unless the spec has stages alone there."""
+    if spec.backward is None or spec.backward.late is not None:
+        return lay_out_both_late(late, work, frame, spec)
+    forward = lay_out_late(late, work, frame, spec.forward_stages)
+    return forward, _fit_stages(work, frame, counts[1], spec.backward, "spec.backward", machine)
 
 
 def _stages_in(

@@ -2,9 +2,11 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from magi_jax.plan.frame import Frame
 from magi_jax.plan.lay_out.fit import lay_out_in
-from magi_jax.plan.lay_out.stages import lay_out_both_late, lay_out_stages
+from magi_jax.plan.lay_out.stages import lay_out_both_late, lay_out_late, lay_out_stages
 from magi_jax.plan.lay_out.travel import lay_out_travel
 from magi_jax.plan.lay_out.ways import AUTO, LATE, Overlap, late_work, settled_counts
 from magi_jax.plan.slice_table import exact_spec
@@ -61,14 +63,20 @@ def lay_out_work(
         travel = lay_out_travel(work, frame, spec, None)
         return WorkTables(*lay_out_in(work, frame, overlap, spec, machine), travel)
     choice = choose_stages(work, frame.local_len, machine, counts)
+    per_node = machine.node_of(frame.cp_size) if choice.two_level else None
     if overlap == AUTO:
         stages = choice.forward.num_remote_stages
         share = largest_share(work, stages, machine, frame.local_len) if stages else 0.0
         late = late_work(work, frame, share, choice.forward)
-        least_us = choice.predicted_us * (1.0 if choice.two_level else TIE)
-        if late is not None and predict_us(late, machine) < least_us:
+        late_us = (np.inf, np.inf) if late is None else predict_us(late, machine)
+        tie = 1.0 if choice.two_level else TIE
+        forward_late_us = late_us[0] + choice.each_us[1]
+        if late is not None and forward_late_us < min(sum(late_us), choice.predicted_us):
+            forward = lay_out_late(late, work, frame, None)
+            backward = lay_out_stages(choice.backward, work, frame, None, per_node=per_node)
+            return WorkTables(forward, backward, None)
+        if late is not None and sum(late_us) < choice.predicted_us * tie:
             return WorkTables(*lay_out_both_late(late, work, frame, None), None)
-    per_node = machine.node_of(frame.cp_size) if choice.two_level else None
     travel = lay_out_travel(work, frame, None, per_node)
     forward = lay_out_stages(choice.forward, work, frame, None, per_node=per_node)
     if choice.backward is choice.forward:

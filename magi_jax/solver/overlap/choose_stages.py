@@ -34,14 +34,19 @@ class Choice(NamedTuple):
 
     Attributes:
         forward, backward: work in stages; one object when both have the same number.
-        predicted_us: time of forward and backward.
+        each_us: time of forward and of backward.
         two_level: whether rows move in two steps.
     """
 
     forward: Staged
     backward: Staged
-    predicted_us: float
+    each_us: tuple[float, float]
     two_level: bool
+
+    @property
+    def predicted_us(self) -> float:
+        """Time of both directions."""
+        return sum(self.each_us)
 
 
 class Kind(NamedTuple):
@@ -99,16 +104,16 @@ def choose_stages(
     ways = tuple(way for way in ways if links_us[way].sum() <= likely_us)
     # Links work side by side, so that the busiest gives a time that no stages beat.
     least_us = {way: float(links_us[way].max(axis=0).sum()) for way in ways}
-    found: dict[bool, tuple[float, list[Kind]]] = {}
+    found: dict[bool, tuple[float, list[Kind], tuple[float, float]]] = {}
     for way in sorted(ways, key=least_us.__getitem__):
         if all(least_us[way] < other[0] for other in found.values()):
             found[way] = _choose(predictor, links_us[way], machine, counts, way)
     best = min(found[way] for way in found)
     if False in found and found[False][0] <= best[0] * (1 + TIE):
         best = found[False]
-    predicted_us, kinds = best
+    _, kinds, each_us = best
     cut = {kind: predictor.staged(kind) for kind in set(kinds)}
-    return Choice(cut[kinds[0]], cut[kinds[1]], predicted_us, kinds[0].two_level)
+    return Choice(cut[kinds[0]], cut[kinds[1]], each_us, kinds[0].two_level)
 
 
 def _choose(
@@ -117,11 +122,13 @@ def _choose(
     machine: Machine,
     counts: Counts,
     two_level: bool,
-) -> tuple[float, list[Kind]]:
-    """Predicted time of both directions for rows that move in two steps, or in one, and their stages."""
+) -> tuple[float, list[Kind], tuple[float, float]]:
+    """Predicted time of both directions for rows that move in two steps, or in one, their stages, and the
+    time of each direction.
+    """
     predicted: dict[Kind, tuple[float, float]] = {}
     kinds: list[Kind] = []
-    total_us = 0.0
+    each_us: list[float] = []
     for backward, settled in enumerate(counts):
         times_us: dict[Kind, float] = {}
 
@@ -149,8 +156,8 @@ def _choose(
                     for kind in others:
                         predict(kind)
         kinds.append(_least(times_us))
-        total_us += times_us[kinds[-1]]
-    return total_us, kinds
+        each_us.append(times_us[kinds[-1]])
+    return sum(each_us), kinds, (each_us[0], each_us[1])
 
 
 def _has_both(work: Work, machine: Machine) -> bool:

@@ -61,8 +61,8 @@ class LateWork(NamedTuple):
     shared: RankRows | None = None
 
 
-def predict_us(late: LateWork, machine: Machine) -> float:
-    """Predicted time of both directions; compare with `overlap.Choice.predicted_us`.
+def predict_us(late: LateWork, machine: Machine) -> tuple[float, float]:
+    """Predicted time of each direction; compare with `overlap.Choice.each_us`.
 
     Own keys are copied into the buffer beside those that come, in a fraction of their time; their gradients
     take the way of all. No row is merged.
@@ -76,17 +76,18 @@ def predict_us(late: LateWork, machine: Machine) -> float:
         timeline.direction_work(shapes, cast, False, model, way) for way in (False, True)
     )
     backward = backward._replace(reduce_us=model.reduce_us(*reduced))
-    return sum(schedule.simulate(work).predicted_us for work in (forward, backward))
+    return schedule.simulate(forward).predicted_us, schedule.simulate(backward).predicted_us
 
 
 def largest_share(work: Work, stages: int, machine: Machine, local_len: int) -> float:
-    """Share of a rank's rows that may be late: all where merging so many ``stages`` takes longer than to
-    bring every key of other ranks, which then nothing hides.
+    """Share of a rank's rows that may be late: all where merging so many ``stages`` takes at least half as
+    long as to bring every key of other ranks, which on such a rank nothing hides. The busiest link may be
+    that of a rank with other rows.
     """
     model = machine.cost_model
     near, far = all_link_rows(work, machine)
     wait_us = float(model.cast_us(near, far).max(initial=0.0))
-    return 1.0 if wait_us < stages * model.merge_us(local_len, backward=False) else MOST_LATE
+    return 1.0 if wait_us < 2 * stages * model.merge_us(local_len, backward=False) else MOST_LATE
 
 
 def find_late(work: Work, rows: RankRows, local_len: int) -> LateWork:
