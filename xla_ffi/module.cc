@@ -67,10 +67,11 @@ py::dict BuildInfo() {
 
 #ifdef MAGI_JAX_WITH_CUDA
 // (description, refusal, scratch bytes), one of the texts empty. Extents and dtypes as in
-// `Problem`, dtypes by name.
+// `Problem`, dtypes by name. `further` asks for row_max of a forward call, for dq in the dtype of q
+// of a backward call.
 py::tuple ChooseCudaKernel(const std::string& path, bool backward, const std::string& dtype,
                            const std::string& out_dtype, const std::vector<int32_t>& extents,
-                           float logits_soft_cap, bool row_max) {
+                           float logits_soft_cap, bool further) {
   const auto decode = [](const std::string& name) {
     if (name == "float32") return DType::kF32;
     if (name == "float16") return DType::kF16;
@@ -89,8 +90,8 @@ py::tuple ChooseCudaKernel(const std::string& path, bool backward, const std::st
   problem.scale = 1.0f;  // any positive one is served alike
   problem.logits_soft_cap = logits_soft_cap;
   problem.dtype = decode(dtype);
-  const KernelChoice choice = backward ? ChooseBackward(path, problem, decode(out_dtype))
-                                       : ChooseForward(path, problem, decode(out_dtype), row_max);
+  const auto choose = backward ? ChooseBackward : ChooseForward;
+  const KernelChoice choice = choose(path, problem, decode(out_dtype), further);
   return py::make_tuple(choice.description, choice.refusal, choice.scratch_bytes);
 }
 #endif

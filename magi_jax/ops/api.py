@@ -69,10 +69,10 @@ def _attention_backward(call, residuals, cotangents):
     # The derivative of lse by a logit is its softmax weight, so dlse joins the term of normalisation.
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
     dq, dk, dv = call.implementation.backward(
-        dout.astype(q.dtype), q, k, v, lse, delta, table, **call.options
+        dout.astype(q.dtype), q, k, v, lse, delta, table, dq_dtype=q.dtype, **call.options
     )
     dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

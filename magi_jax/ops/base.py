@@ -89,6 +89,7 @@ class Implementation(abc.ABC):
         scale: float,
         logits_soft_cap: float,
         dkv_dtype: Any = None,
+        dq_dtype: Any = jnp.float32,
         accumulate: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Gradients for the keys that the table shows.
@@ -104,10 +105,11 @@ class Implementation(abc.ABC):
             scale: as in `forward`.
             logits_soft_cap: as in `forward`.
             dkv_dtype: float32 or the dtype of k, which is the default.
+            dq_dtype: float32 or, where nothing is accumulated, the dtype of q.
             accumulate: ``dq [T, N, H]`` float32 for other keys, to add to.
 
         Returns:
-            ``dq [T, N, H]`` float32, ``dk [S, K, H]`` and ``dv [S, K, Hv]``.
+            ``dq [T, N, H]``, ``dk [S, K, H]`` and ``dv [S, K, Hv]``.
         """
 
 
@@ -207,14 +209,18 @@ def check_accumulate(
     return out.dtype
 
 
-def check_accumulated_dq(accumulate: jax.Array | None, q: jax.Array) -> None:
-    """Refuses a gradient of another shape or dtype than that of this call."""
+def check_dq(dq_dtype: Any, accumulate: jax.Array | None, q: jax.Array) -> jnp.dtype:
+    """Refuses a dq of another shape or dtype than that of this call; returns its dtype."""
+    dtype = result_dtype(dq_dtype, q, "dq_dtype")
     if accumulate is None:
-        return
+        return dtype
     if accumulate.shape != q.shape or accumulate.dtype != jnp.float32:
         raise ValueError(
             f"accumulate must be dq {q.shape} float32; got {accumulate.shape} {accumulate.dtype}"
         )
+    if dtype != jnp.float32:
+        raise ValueError(f"what is added to accumulate is float32; got dq_dtype={dq_dtype}")
+    return dtype
 
 
 def result_dtype(dtype: Any, operand: jax.Array, name: str) -> jnp.dtype:

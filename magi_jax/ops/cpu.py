@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from magi_jax.ops import base, ffa_calls
 from magi_jax.plan import SliceTable
@@ -62,13 +63,14 @@ class CpuImplementation(base.Implementation):
         scale: float,
         logits_soft_cap: float,
         dkv_dtype: Any = None,
+        dq_dtype: Any = jnp.float32,
         accumulate: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `Implementation.backward`."""
         base.check_operands(q, k, v, table)
         base.check_options(scale, logits_soft_cap)
-        base.check_accumulated_dq(accumulate, q)
+        dq_dtype = base.check_dq(dq_dtype, accumulate, q)
         options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
-        dtype = base.result_dtype(dkv_dtype, k, "dkv_dtype")
+        dtypes = (dq_dtype, base.result_dtype(dkv_dtype, k, "dkv_dtype"))
         tensors = (dout, q, k, v, lse, delta)
-        return ffa_calls.backward(_KERNEL, tensors, table, dtype, accumulate, **options)
+        return ffa_calls.backward(_KERNEL, tensors, table, dtypes, accumulate, **options)

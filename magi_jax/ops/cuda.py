@@ -83,17 +83,19 @@ class CudaImplementation(base.Implementation):
         scale: float,
         logits_soft_cap: float,
         dkv_dtype: Any = None,
+        dq_dtype: Any = jnp.float32,
         accumulate: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `Implementation.backward`."""
         base.check_operands(q, k, v, table)
         base.check_options(scale, logits_soft_cap)
-        base.check_accumulated_dq(accumulate, q)
+        dq_dtype = base.check_dq(dq_dtype, accumulate, q)
         options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
         dtype = base.result_dtype(dkv_dtype, k, "dkv_dtype")
-        kernel, _ = self._choose("backward", q, k, v, table, dtype, logits_soft_cap)
-        tensors = (dout, q, k, v, lse, delta)
-        return ffa_calls.backward(kernel, tensors, table, dtype, accumulate, **options)
+        case = (q, k, v, table, dtype, logits_soft_cap)
+        kernel, _ = self._choose("backward", *case, dq_dtype != jnp.float32)
+        tensors, dtypes = (dout, q, k, v, lse, delta), (dq_dtype, dtype)
+        return ffa_calls.backward(kernel, tensors, table, dtypes, accumulate, **options)
 
     def describe(
         self, q: Any, k: Any, v: Any, table: SliceTable, logits_soft_cap: float = 0.0
@@ -116,9 +118,12 @@ class CudaImplementation(base.Implementation):
         return "\n".join(lines)
 
     def _choose(
-        self, direction: str, q, k, v, table, result_dtype, logits_soft_cap, row_max=False
+        self, direction: str, q, k, v, table, result_dtype, logits_soft_cap, further=False
     ) -> tuple[Kernel, str]:
-        """The kernel that serves a call, and its description."""
+        """The kernel that serves a call, and its description.
+
+        ``further`` asks for maxima of a forward call, for dq in the dtype of q of a backward call.
+        """
         module = ffi.load()
         if not module.build_info()["cuda"]:
             raise NotImplementedError(
@@ -131,12 +136,12 @@ class CudaImplementation(base.Implementation):
         reasons = []
         for path in self.backward_paths if backward else self.forward_paths:
             description, refusal, scratch_bytes = module.choose_cuda_kernel(
-                path, backward, *dtypes, extents, logits_soft_cap, row_max
+                path, backward, *dtypes, extents, logits_soft_cap, further
             )
             refusal = refusal or _device_refusal(path)
             if not refusal:
                 scratch = (((scratch_bytes // 4,), np.int32),) if scratch_bytes else ()
-                return Kernel(f"_{path}", scratch), description
+                return Kernel(f"_{path}", scratch, path != "sm80"), description
             reasons.append(refusal)
         raise NotImplementedError("; ".join(reasons))
 

@@ -22,10 +22,12 @@ class Kernel(NamedTuple):
     Attributes:
         suffix: what the names of its targets end with.
         scratch: shape and dtype of the further results that it works in.
+        rounds_dq: it gives dq in the dtype of q itself, where that is wanted.
     """
 
     suffix: str = ""
     scratch: tuple[tuple[tuple[int, ...], Any], ...] = ()
+    rounds_dq: bool = False
 
 
 def forward(
@@ -58,19 +60,24 @@ def backward(
     kernel: Kernel,
     tensors: tuple[jax.Array, ...],
     table: SliceTable,
-    dkv_dtype: Any,
+    dtypes: tuple[Any, Any],
     accumulate: jax.Array | None,
     **options: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Calls a backward target with ``dout, q, k, v, lse, delta``; see `Implementation.backward`."""
+    """Calls a backward target with ``dout, q, k, v, lse, delta``; see `Implementation.backward`.
+
+    ``dtypes`` are those of dq, and of dk and dv.
+    """
     _, q, k, v, _, _ = tensors
     added_to = () if accumulate is None else (accumulate,)
     operands = mesh.unify_varying(*tensors, table.slices, *table.by_query, *table.by_key, *added_to)
-    results = ((q.shape, jnp.float32), (k.shape, dkv_dtype), (v.shape, dkv_dtype))
+    dq_dtype, dkv_dtype = dtypes
+    given = dq_dtype if kernel.rounds_dq else jnp.float32
+    results = ((q.shape, given), (k.shape, dkv_dtype), (v.shape, dkv_dtype))
     target = BACKWARD if accumulate is None else BACKWARD_ACCUMULATE
     aliases = None if accumulate is None else {len(operands) - 1: 0}
     dq, dk, dv, *_ = _call(target, kernel, operands, results, aliases, table, options)
-    return dq, dk, dv
+    return dq.astype(dq_dtype), dk, dv
 
 
 def _call(target, kernel, operands, results, aliases, table, options):

@@ -86,12 +86,13 @@ class ReferenceImplementation(base.Implementation):
         scale: float,
         logits_soft_cap: float,
         dkv_dtype: Any = None,
+        dq_dtype: Any = jnp.float32,
         accumulate: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `Implementation.backward`."""
         base.check_operands(q, k, v, table)
         base.check_options(scale, logits_soft_cap)
-        base.check_accumulated_dq(accumulate, q)
+        dq_dtype = base.check_dq(dq_dtype, accumulate, q)
         _check_size(q, k)
         dtype = base.result_dtype(dkv_dtype, k, "dkv_dtype")
         x = _logits(q, k, v, table, scale, logits_soft_cap)
@@ -107,7 +108,7 @@ class ReferenceImplementation(base.Implementation):
         dk = _seen_product("nts,tnh->snh", dlogits, x.q, x.visible)
         dv = _seen_product("nts,tnh->snh", weights, dout, x.visible)
         dk, dv = (_sum_groups(d, k.shape[1]).astype(dtype) for d in (dk, dv))
-        return dq if accumulate is None else accumulate + dq, dk, dv
+        return dq.astype(dq_dtype) if accumulate is None else accumulate + dq, dk, dv
 
 
 def _check_size(q, k) -> None:

@@ -111,9 +111,12 @@ class Stages:
         """
         (dout, dlse), (out, lse, kept), (q, k, v, sinks) = cotangents, results, operands
 
-        def gradients(rows, keys_values, table, dkv_dtype=jnp.float32, dq=None):
+        def gradients(
+            rows, keys_values, table, dkv_dtype=jnp.float32, dq=None, dq_dtype=jnp.float32
+        ):
             (dout, q, lse, delta), (k, v) = rows, keys_values
-            options = self._kernel_options() | {"dkv_dtype": dkv_dtype, "accumulate": dq}
+            options = {"dkv_dtype": dkv_dtype, "dq_dtype": dq_dtype, "accumulate": dq}
+            options |= self._kernel_options()
             return self.implementation.backward(dout, q, k, v, lse, delta, table, **options)
 
         # What was kept came in the stages of the forward pass.
@@ -141,7 +144,8 @@ class Stages:
         is_final = late is None or late.is_all_of_its_keys
         is_final &= not stages.comm and travel is None and not self.shared_key_axes
         dkv_dtype = k.dtype if is_final else jnp.float32
-        dq, *own_dkv = gradients(rows, (k, v), table, dkv_dtype, dq)
+        dq_dtype = q.dtype if dq is None and travel is None else jnp.float32
+        dq, *own_dkv = gradients(rows, (k, v), table, dkv_dtype, dq, dq_dtype)
         if travel:
             visitors, (dq, *own_dkv) = barrier(visitors, (dq, *own_dkv))
             returned_dq, visitors_dkv = travel.differentiate(gradients, visitors, (k, v))

@@ -137,6 +137,13 @@ def test_backward_dtypes():
         kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, accumulate=x, **options)
     wide = kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, dkv_dtype=jnp.float32, **options)
     assert [g.dtype.name for g in wide] == ["float32"] * 3
+    narrow = kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, dq_dtype=x.dtype, **options)
+    assert [g.dtype.name for g in narrow] == ["bfloat16"] * 3
+    rows = (x, x, x, x, *[zeros(8, 2)] * 2, table)
+    with pytest.raises(ValueError, match="dq_dtype must be float32 or the dtype of the operand"):
+        kernel.backward(*rows, dq_dtype=jnp.float16, **options)
+    with pytest.raises(ValueError, match="added to accumulate is float32; got dq_dtype"):
+        kernel.backward(*rows, accumulate=zeros(8, 2, 4), dq_dtype=x.dtype, **options)
 
 
 @pytest.mark.parametrize("built", [(0, 5), (1, 0), (0, 9)])

@@ -197,7 +197,7 @@ ffi::Error DecodeBackward(ffi::AnyBuffer dout, ffi::AnyBuffer q, ffi::AnyBuffer 
   return ffi::Error::Success();
 }
 
-ffi::Error DecodeGradients(ffi::AnyBuffer k, ffi::AnyBuffer dq, ffi::AnyBuffer dk,
+ffi::Error DecodeGradients(bool rounds_dq, ffi::AnyBuffer k, ffi::AnyBuffer dq, ffi::AnyBuffer dk,
                            ffi::AnyBuffer dv, BackwardParams* params) {
   const Problem& problem = params->problem;
   MAGI_JAX_RETURN_IF_ERROR(
@@ -206,13 +206,16 @@ ffi::Error DecodeGradients(ffi::AnyBuffer k, ffi::AnyBuffer dq, ffi::AnyBuffer d
       CheckShape("dk", dk, {problem.k_len, problem.num_kv_heads, problem.head_dim}));
   MAGI_JAX_RETURN_IF_ERROR(
       CheckShape("dv", dv, {problem.k_len, problem.num_kv_heads, problem.v_head_dim}));
-  MAGI_JAX_RETURN_IF_ERROR(CheckF32("dq", dq));
+  const bool rounded =
+      rounds_dq && dq.element_type() == k.element_type() && dq.element_type() != ffi::DataType::F32;
+  if (!rounded) MAGI_JAX_RETURN_IF_ERROR(CheckF32("dq", dq));
   const ffi::DataType type = dk.element_type();
   if (dv.element_type() != type || (type != ffi::DataType::F32 && type != k.element_type())) {
     return InvalidArgument("dk and dv must both be float32 or both have the dtype of k");
   }
   MAGI_JAX_RETURN_IF_ERROR(DecodeDType("dk", dk, &params->dkv_dtype));
-  params->dq = static_cast<float*>(dq.untyped_data());
+  params->dq = rounded ? nullptr : static_cast<float*>(dq.untyped_data());
+  params->dq_rounded = rounded ? dq.untyped_data() : nullptr;
   params->dk = dk.untyped_data();
   params->dv = dv.untyped_data();
   return ffi::Error::Success();

@@ -63,7 +63,8 @@ ffi::Error DecodeEarlier(ffi::AnyBuffer out_in, ffi::AnyBuffer lse_in, ForwardPa
 ffi::Error DecodeBackward(ffi::AnyBuffer dout, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                           ffi::AnyBuffer lse, ffi::AnyBuffer delta, const Attributes& attributes,
                           BackwardParams* params);
-ffi::Error DecodeGradients(ffi::AnyBuffer k, ffi::AnyBuffer dq, ffi::AnyBuffer dk,
+// Paths that round dq take it in float32 or in the dtype of q.
+ffi::Error DecodeGradients(bool rounds_dq, ffi::AnyBuffer k, ffi::AnyBuffer dq, ffi::AnyBuffer dk,
                            ffi::AnyBuffer dv, BackwardParams* params);
 // The gradient that dq is added to, likewise.
 ffi::Error DecodeEarlier(ffi::AnyBuffer dq_in, BackwardParams* params);

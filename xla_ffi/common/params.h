@@ -76,10 +76,11 @@ struct BackwardParams {
   const Slice* slices;  // [A]
   TileRuns by_query;
   TileRuns by_key;
-  float* dq;        // [T, N, H]
-  bool accumulate;  // dq is added to what is there
-  void* dk;         // [S, K, H], dtype dkv_dtype
-  void* dv;         // [S, K, Hv], dtype dkv_dtype
+  float* dq;         // [T, N, H]; null where dq_rounded is wanted
+  void* dq_rounded;  // [T, N, H] in the dtype of q; null: dq. Of paths that say that they have it
+  bool accumulate;   // dq is added to what is there
+  void* dk;          // [S, K, H], dtype dkv_dtype
+  void* dv;          // [S, K, Hv], dtype dkv_dtype
   DType dkv_dtype;
   bool fixed_order;  // sums are taken in one order: equal inputs give equal bits
   void* scratch;     // as much as the path's ScratchBytes() asked for, or null

@@ -185,7 +185,7 @@ ffi::Error Backward(ffi::ThreadPool pool, Operand dout, Operand q, Operand k, Op
         DecodeTable({slices, {"by_query", q_ptr, q_runs, q_ids, q_order}}, &params));
     MAGI_JAX_RETURN_IF_ERROR(DecodeWalk({"by_key", k_ptr, k_runs, k_ids, k_order}, problem.k_len,
                                         problem.q_len, problem, &params.by_key));
-    MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(k, *dq, *dk, *dv, &params));
+    MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(false, k, *dq, *dk, *dv, &params));
     return RunBackward(params, pool);
   });
 }
@@ -205,7 +205,7 @@ ffi::Error BackwardAccumulate(ffi::ThreadPool pool, Operand dout, Operand q, Ope
         DecodeTable({slices, {"by_query", q_ptr, q_runs, q_ids, q_order}}, &params));
     MAGI_JAX_RETURN_IF_ERROR(DecodeWalk({"by_key", k_ptr, k_runs, k_ids, k_order}, problem.k_len,
                                         problem.q_len, problem, &params.by_key));
-    MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(k, *dq, *dk, *dv, &params));
+    MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(false, k, *dq, *dk, *dv, &params));
     MAGI_JAX_RETURN_IF_ERROR(DecodeEarlier(dq_in, &params));
     Bring(dq_in, *dq);
     return RunBackward(params, pool);

@@ -25,10 +25,11 @@ namespace {
 // What the handlers need of a path. Scratch is a further result of the call.
 struct Sm80 {
   static constexpr bool kOrdered = true;  // there is no other order
+  static constexpr bool kRoundsDq = false;
   static std::string Refuse(const ForwardParams& params) { return sm80::Refuse(params.problem); }
   static std::string Refuse(const BackwardParams& params) { return sm80::Refuse(params.problem); }
   static size_t ForwardScratchBytes(const Problem&) { return 0; }
-  static size_t BackwardScratchBytes(const Problem&, DType) { return 0; }
+  static size_t BackwardScratchBytes(const Problem&, DType, bool) { return 0; }
   static cudaError_t Run(const ForwardParams& params, void*, cudaStream_t stream) {
     return sm80::Forward(params, stream);
   }
@@ -42,6 +43,7 @@ struct Sm80 {
 template <bool kOrderedSums>
 struct Sm90 {
   static constexpr bool kOrdered = kOrderedSums;
+  static constexpr bool kRoundsDq = true;  // where it is wanted in the dtype of q
   static std::string Refuse(const ForwardParams& params) {
     const char* reason = sm90::RefuseForward(params);
     return reason == nullptr ? "" : reason;
@@ -53,8 +55,8 @@ struct Sm90 {
     const char* reason = sm90::RefuseBackward(params);
     return reason == nullptr ? "" : reason;
   }
-  static size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype) {
-    return sm90::BackwardScratchBytes(problem, dkv_dtype, kOrdered);
+  static size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype, bool rounds_dq) {
+    return sm90::BackwardScratchBytes(problem, dkv_dtype, kOrdered, rounds_dq);
   }
   static cudaError_t Run(const ForwardParams& params, void* scratch, cudaStream_t stream) {
     return sm90::Forward(params, scratch, stream);
@@ -93,6 +95,7 @@ ffi::Error CheckAligned(const BackwardParams& params) {
   MAGI_JAX_RETURN_IF_ERROR(CheckAligned("k", params.k));
   MAGI_JAX_RETURN_IF_ERROR(CheckAligned("v", params.v));
   MAGI_JAX_RETURN_IF_ERROR(CheckAligned("dq", params.dq));
+  MAGI_JAX_RETURN_IF_ERROR(CheckAligned("dq", params.dq_rounded));
   MAGI_JAX_RETURN_IF_ERROR(CheckAligned("dk", params.dk));
   return CheckAligned("dv", params.dv);
 }
@@ -175,9 +178,9 @@ ffi::Error RunBackward(BackwardParams& params, ffi::RemainingRets scratch, cudaS
   MAGI_JAX_RETURN_IF_ERROR(CheckAligned(params));
   const std::string reason = Path::Refuse(params);
   if (!reason.empty()) return InvalidArgument(reason);
-  MAGI_JAX_RETURN_IF_ERROR(TakeScratch(scratch, "dv",
-                                       Path::BackwardScratchBytes(params.problem, params.dkv_dtype),
-                                       &params.scratch));
+  const size_t bytes =
+      Path::BackwardScratchBytes(params.problem, params.dkv_dtype, params.dq_rounded != nullptr);
+  MAGI_JAX_RETURN_IF_ERROR(TakeScratch(scratch, "dv", bytes, &params.scratch));
   return LaunchError(Path::Run(params, stream));
 }
 
@@ -196,7 +199,7 @@ ffi::Error Backward(cudaStream_t stream, Operand dout, Operand q, Operand k, Ope
       DecodeTable(slices, {"by_query", q_ptr, q_runs, q_ids, q_order}, &params));
   MAGI_JAX_RETURN_IF_ERROR(DecodeTileRuns({"by_key", k_ptr, k_runs, k_ids, k_order}, problem.k_len,
                                           tile_size, &params.by_key));
-  MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(k, *dq, *dk, *dv, &params));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(Path::kRoundsDq, k, *dq, *dk, *dv, &params));
   return RunBackward<Path>(params, scratch, stream);
 }
 
@@ -215,7 +218,7 @@ ffi::Error BackwardAccumulate(cudaStream_t stream, Operand dout, Operand q, Oper
       DecodeTable(slices, {"by_query", q_ptr, q_runs, q_ids, q_order}, &params));
   MAGI_JAX_RETURN_IF_ERROR(DecodeTileRuns({"by_key", k_ptr, k_runs, k_ids, k_order},
                                           params.problem.k_len, tile_size, &params.by_key));
-  MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(k, *dq, *dk, *dv, &params));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(false, k, *dq, *dk, *dv, &params));
   MAGI_JAX_RETURN_IF_ERROR(DecodeEarlier(dq_in, &params));
   MAGI_JAX_RETURN_IF_ERROR(Bring(dq_in, *dq, stream));
   return RunBackward<Path>(params, scratch, stream);

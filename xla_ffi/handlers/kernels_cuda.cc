@@ -42,7 +42,8 @@ KernelChoice ChooseForward(const std::string& path, const Problem& problem, DTyp
   return NoPath(path, "forward");
 }
 
-KernelChoice ChooseBackward(const std::string& path, const Problem& problem, DType dkv_dtype) {
+KernelChoice ChooseBackward(const std::string& path, const Problem& problem, DType dkv_dtype,
+                            bool rounds_dq) {
   if (path == "sm80") {
     const std::string reason = sm80::Refuse(problem);
     return reason.empty() ? KernelChoice{sm80::DescribeBackward(problem), "", 0} : Refused(reason);
@@ -57,10 +58,11 @@ KernelChoice ChooseBackward(const std::string& path, const Problem& problem, DTy
     char text[256];
     sm90::DescribeBackward(problem, text, sizeof(text));
     return {text + std::string(ordered ? ", in a fixed order of sums" : ""), "",
-            sm90::BackwardScratchBytes(problem, dkv_dtype, ordered)};
+            sm90::BackwardScratchBytes(problem, dkv_dtype, ordered, rounds_dq)};
   }
 #endif
   (void)dkv_dtype;
+  (void)rounds_dq;
   return NoPath(path, "backward");
 }
 

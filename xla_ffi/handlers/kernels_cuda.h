@@ -20,7 +20,8 @@ struct KernelChoice {
 // lengths, tile size and logits_soft_cap are looked at.
 KernelChoice ChooseForward(const std::string& path, const Problem& problem, DType out_dtype,
                            bool row_max);
-KernelChoice ChooseBackward(const std::string& path, const Problem& problem, DType dkv_dtype);
+KernelChoice ChooseBackward(const std::string& path, const Problem& problem, DType dkv_dtype,
+                            bool rounds_dq);
 
 }  // namespace magi_jax
 

@@ -6,6 +6,7 @@
 #include <cstdio>
 
 #include "xla_ffi/kernels/sm90/backward.h"
+#include "xla_ffi/kernels/sm90/backward_documents.h"
 #include "xla_ffi/kernels/sm90/backward_launch.h"
 #include "xla_ffi/kernels/sm90/backward_params.h"
 #include "xla_ffi/kernels/sm90/backward_prepare.cuh"
@@ -27,6 +28,9 @@ constexpr int kSegmentQueries = 16384, kLongWalk = 2 * kSegmentQueries;
 // sums of dK and dV, whether their tiles are split or not, where that takes less than a launch.
 constexpr int64_t kMostQueryWords = (int64_t{128} << 20) / sizeof(float4);
 constexpr int64_t kMostSumWords = (int64_t{32} << 20) / sizeof(float4);
+// Blocks of queries whose dQ a thread block keeps between the tiles of a document, at most, and the
+// numbers of slices for which a mask may be documents.
+constexpr int kSumSlots = 64, kMostDocuments = 4096, kLongestMeanDocument = 2048;
 constexpr size_t kCounterBytes = 128;  // of scratch, before the rest
 
 struct BackwardInstantiation {
@@ -76,11 +80,22 @@ int NumTiles(const Problem& problem) {
 
 // Places of the parts of scratch, in bytes from its start.
 struct ScratchLayout {
-  size_t lse, delta, suspects, items, parts, dk_sum, dv_sum;
+  size_t lse, delta, suspects, items, parts, dk_sum, dv_sum, dq_sum;
   size_t progress, turns, tile_order, first_queries, end;
 };
 
-ScratchLayout LayOutScratch(const Problem& problem, DType dkv_dtype, bool fixed_order) {
+bool MayBeDocuments(const Problem& problem, bool fixed_order, bool rounds_dq) {
+  return TakesDocuments(problem.head_dim, problem.logits_soft_cap != 0.0f) && !fixed_order &&
+         rounds_dq && problem.num_slices > 1 && problem.num_slices <= kMostDocuments &&
+         problem.q_len / problem.num_slices <= kLongestMeanDocument;
+}
+
+size_t QueryGradientBytes(const Problem& problem) {
+  return sizeof(float) * problem.q_len * problem.num_heads * problem.head_dim;
+}
+
+ScratchLayout LayOutScratch(const Problem& problem, DType dkv_dtype, bool fixed_order,
+                            bool rounds_dq) {
   const auto align = [](size_t bytes) { return (bytes + 127) / 128 * 128; };
   const size_t stats = static_cast<size_t>(problem.num_heads) * StatRows(problem.q_len);
   const int group = problem.num_heads / problem.num_kv_heads;
@@ -99,7 +114,8 @@ ScratchLayout LayOutScratch(const Problem& problem, DType dkv_dtype, bool fixed_
   at.parts = at.items + align(segments * NumTiles(problem) * group * sizeof(WorkItem));
   at.dk_sum = at.parts + align(NumTiles(problem) * sizeof(int));
   at.dv_sum = at.dk_sum + align(key_floats * problem.head_dim * sizeof(float));
-  at.progress = at.dv_sum + align(key_floats * problem.v_head_dim * sizeof(float));
+  at.dq_sum = at.dv_sum + align(key_floats * problem.v_head_dim * sizeof(float));
+  at.progress = at.dq_sum + align(rounds_dq ? QueryGradientBytes(problem) : 0);
   const size_t ordered_tiles = fixed_order ? NumTiles(problem) : 0;
   at.turns = at.progress + align(2 * ordered_tiles * problem.num_heads * sizeof(Progress));
   at.tile_order = at.turns + align(2 * ordered_tiles * problem.num_kv_heads * sizeof(int));
@@ -111,7 +127,9 @@ ScratchLayout LayOutScratch(const Problem& problem, DType dkv_dtype, bool fixed_
 BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
   const Problem& problem = backward.problem;
   char* const scratch = static_cast<char*>(backward.scratch);
-  const ScratchLayout at = LayOutScratch(problem, backward.dkv_dtype, backward.fixed_order);
+  const bool rounds_dq = backward.dq_rounded != nullptr;
+  const ScratchLayout at =
+      LayOutScratch(problem, backward.dkv_dtype, backward.fixed_order, rounds_dq);
   BackwardKernelParams params{};
   params.slices = backward.slices;
   params.by_key = backward.by_key;
@@ -128,6 +146,16 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
     params.tile_order = reinterpret_cast<int*>(scratch + at.tile_order);
     params.first_queries = reinterpret_cast<int*>(scratch + at.first_queries);
   }
+  if (MayBeDocuments(problem, backward.fixed_order, rounds_dq)) {
+    params.num_document_items = params.counter + 2;
+    params.document_counter = params.counter + 3;
+    // dQ itself is not used then.
+    params.query_sums = reinterpret_cast<float4*>(scratch + at.dq_sum);
+    const size_t slot_bytes = sizeof(float) * BlockQueries(problem.head_dim) * problem.head_dim;
+    params.sum_slots = static_cast<int>(
+        std::min<size_t>(QueryGradientBytes(problem) / (slot_bytes * kDocumentBlocks), kSumSlots));
+  }
+  params.dq_rounded = backward.dq_rounded;
   params.stat_rows = StatRows(problem.q_len);
   params.dk = backward.dk;
   params.dv = backward.dv;
@@ -147,6 +175,10 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
   params.parts_per_tile = problem.tile_size / TileKeys(problem.head_dim);
   params.section_items = kSectionItems;
   params.segment_queries = SegmentQueries(problem, backward.fixed_order);
+  if (params.segment_queries < problem.q_len) {
+    params.num_cut_items = params.counter + 4;
+    params.cut_counter = params.counter + 5;
+  }
   params.least_item_blocks = kLeastItemBlocks;
   params.item_blocks = kItemBlocks;
   return params;
@@ -169,7 +201,8 @@ cudaError_t Prepare(const BackwardParams& backward, const BackwardKernelParams& 
   const bool has_sums = problem.num_heads > problem.num_kv_heads;
   const bool clears_sums = has_sums && key_words + value_words <= kMostSumWords;
   const int64_t query_words = int64_t{problem.q_len} * problem.num_heads * problem.head_dim / 4;
-  const bool clears_queries = !backward.accumulate && query_words <= kMostQueryWords;
+  const bool clears_queries = !backward.accumulate && (query_words <= kMostQueryWords ||
+                                                       params.num_document_items != nullptr);
   if (!backward.accumulate && !clears_queries) {
     const cudaError_t cleared = ClearGradient(backward.dq, DType::kF32, problem.q_len,
                                               problem.num_heads, problem.head_dim, stream);
@@ -188,22 +221,24 @@ cudaError_t Prepare(const BackwardParams& backward, const BackwardKernelParams& 
   PrepareBackward<<<num_sms + 1, kPlanThreads, 0, stream>>>(params, preparation);
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess || !has_sums || clears_sums) return error;
-  const dim3 tiles(NumTiles(problem), kMergeBlocks);
+  const dim3 tiles(NumTiles(problem), MergeBlocks(NumTiles(problem)));
   ClearSplitTiles<<<tiles, kMergeThreads, 0, stream>>>(params, TileKeys(problem.head_dim),
                                                        problem.head_dim, problem.v_head_dim);
   return cudaGetLastError();
 }
 
-// Sums of split tiles to results.
+// Sums to results.
 cudaError_t Finish(const BackwardParams& backward, const BackwardKernelParams& params,
                    cudaStream_t stream) {
   const Problem& problem = backward.problem;
-  if (params.gradients_are_f32 || problem.num_heads == problem.num_kv_heads) return cudaSuccess;
+  const bool has_sums = !params.gradients_are_f32 && problem.num_heads > problem.num_kv_heads;
+  if (!has_sums && params.dq_rounded == nullptr) return cudaSuccess;
   const auto kernel =
-      problem.dtype == DType::kF16 ? WriteSplitTiles<__half> : WriteSplitTiles<__nv_bfloat16>;
-  const dim3 tiles(NumTiles(problem), kMergeBlocks);
-  kernel<<<tiles, kMergeThreads, 0, stream>>>(params, TileKeys(problem.head_dim), problem.head_dim,
-                                              problem.v_head_dim);
+      problem.dtype == DType::kF16 ? FinishBackward<__half> : FinishBackward<__nv_bfloat16>;
+  const dim3 tiles(NumTiles(problem), MergeBlocks(NumTiles(problem)));
+  kernel<<<tiles, kMergeThreads, 0, stream>>>(
+      params, TileKeys(problem.head_dim), problem.head_dim, problem.v_head_dim, has_sums,
+      reinterpret_cast<const float4*>(backward.dq), QueryGradientBytes(problem) / sizeof(float4));
   return cudaGetLastError();
 }
 
@@ -235,8 +270,9 @@ const char* RefuseBackward(const BackwardParams& backward) {
   return nullptr;
 }
 
-size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype, bool fixed_order) {
-  return LayOutScratch(problem, dkv_dtype, fixed_order).end;
+size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype, bool fixed_order,
+                            bool rounds_dq) {
+  return LayOutScratch(problem, dkv_dtype, fixed_order, rounds_dq).end;
 }
 
 void DescribeBackward(const Problem& problem, char* text, size_t size) {
@@ -246,10 +282,15 @@ void DescribeBackward(const Problem& problem, char* text, size_t size) {
                 BlockQueries(problem.head_dim));
 }
 
-cudaError_t Backward(const BackwardParams& backward, cudaStream_t stream) {
+cudaError_t Backward(const BackwardParams& given, cudaStream_t stream) {
+  BackwardParams backward = given;
   const Problem& problem = backward.problem;
   const BackwardInstantiation* instantiation = Find(problem);
   if (instantiation == nullptr) return cudaErrorInvalidValue;
+  if (problem.k_len == 0 && backward.dq_rounded != nullptr) {
+    return ClearGradient(backward.dq_rounded, problem.dtype, problem.q_len, problem.num_heads,
+                         problem.head_dim, stream);
+  }
   if (problem.k_len == 0) {
     return backward.accumulate ? cudaSuccess
                                : ClearGradient(backward.dq, DType::kF32, problem.q_len,
@@ -263,6 +304,10 @@ cudaError_t Backward(const BackwardParams& backward, cudaStream_t stream) {
                          problem.v_head_dim, stream);
   }
   if (backward.scratch == nullptr) return cudaErrorInvalidValue;
+  if (backward.dq_rounded != nullptr) {
+    const ScratchLayout at = LayOutScratch(problem, backward.dkv_dtype, backward.fixed_order, true);
+    backward.dq = reinterpret_cast<float*>(static_cast<char*>(backward.scratch) + at.dq_sum);
+  }
   const BackwardKernelParams params = MakeKernelParams(backward);
   int device, num_sms;
   cudaError_t error = cudaGetDevice(&device);

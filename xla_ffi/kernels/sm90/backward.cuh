@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include "xla_ffi/kernels/sm90/backward_documents.h"
 #include "xla_ffi/kernels/sm90/backward_launch.h"
 #include "xla_ffi/kernels/sm90/backward_mainloop.h"
 #include "xla_ffi/kernels/sm90/backward_paired.h"
@@ -25,6 +26,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                    const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map,
                    const __grid_constant__ CUtensorMap dq_map,
+                   const __grid_constant__ CUtensorMap dk_map,
+                   const __grid_constant__ CUtensorMap dv_map,
                    const __grid_constant__ BackwardKernelParams params) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<BackwardStorage<Traits>*>(shared_bytes);
@@ -34,15 +37,20 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     BarrierInit(&shared.kv_empty, Traits::kConsumerArrivals);
     for (int i = 0; i < Traits::kStages; ++i) {
       BarrierInit(&shared.q_full[i], Traits::kProducerArrivals);
-      BarrierInit(&shared.q_empty[i], Traits::kConsumerArrivals);
+      BarrierInit(&shared.q_empty[i], Traits::kConsumerArrivals + Traits::kSumArrivals);
     }
     for (int i = 0; i < Traits::kDoutStages; ++i) {
       BarrierInit(&shared.dout_full[i], 1);
       BarrierInit(&shared.dout_empty[i], Traits::kConsumerArrivals);
     }
     for (int i = 0; i < Traits::kConsumers; ++i) {
-      BarrierInit(&shared.dq_full[i], Traits::kGroupArrivals);
-      BarrierInit(&shared.dq_empty[i], Traits::kOrdered ? Traits::kProducerArrivals : 1);
+      if constexpr (Traits::kDocuments) {
+        BarrierInit(&shared.dq_full[i], 32);
+        BarrierInit(&shared.dq_empty[i], Traits::kGroupArrivals);
+      } else {
+        BarrierInit(&shared.dq_full[i], Traits::kGroupArrivals);
+        BarrierInit(&shared.dq_empty[i], Traits::kOrdered ? Traits::kProducerArrivals : 1);
+      }
     }
     if constexpr (Traits::kPaired) {
       BarrierInit(&shared.pair.full, Traits::kGroupArrivals);
@@ -62,9 +70,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     LowerRegisters<Traits::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
-      QueryProducer<Traits>(params, q_map, dout_map, k_map, v_map, shared).Work();
+      std::conditional_t<Traits::kDocuments, DocumentProducer<Traits>, QueryProducer<Traits>>(
+          params, q_map, dout_map, k_map, v_map, shared)
+          .Work();
     } else if (warp <= Traits::kConsumers) {
-      AddQueryGradients<Traits>(params, dq_map, shared, warp - 1);
+      if constexpr (Traits::kDocuments) {
+        BringQuerySums<Traits>(params, shared, warp - 1);
+      } else {
+        AddGradients<Traits>(params, dq_map, dk_map, dv_map, shared, warp - 1);
+      }
     }
   } else {
     RaiseRegisters<Traits::kConsumerRegisters>();
@@ -86,7 +100,7 @@ cudaError_t LaunchInstantiation(const BackwardParams& backward, const BackwardKe
                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   constexpr int kHeadDim = Traits::kHeadDim, kVHeadDim = Traits::kVHeadDim;
   const Problem& problem = backward.problem;
-  CUtensorMap q_map, dout_map, k_map, v_map, dq_map;
+  CUtensorMap q_map, dout_map, k_map, v_map, dq_map, dk_map, dv_map;
   cudaError_t error = MakeTensorMap(&q_map, kType, backward.q, problem.q_len, problem.num_heads,
                                     kHeadDim, Traits::kBlockM, 1);
   if (error != cudaSuccess) return error;
@@ -102,14 +116,24 @@ cudaError_t LaunchInstantiation(const BackwardParams& backward, const BackwardKe
   error = MakeGradientMap(&dq_map, backward.dq, problem.q_len, problem.num_heads, kHeadDim,
                           Traits::kGradientRows);
   if (error != cudaSuccess) return error;
+  // Where nothing is split there are no sums, and nothing is added through these maps.
+  dk_map = dv_map = dq_map;
+  if (Traits::kCopiesSums && problem.num_heads > problem.num_kv_heads) {
+    error = MakeGradientMap(&dk_map, params.dk_sum, problem.k_len, problem.num_kv_heads, kHeadDim,
+                            Traits::kGradientRows);
+    if (error != cudaSuccess) return error;
+    error = MakeGradientMap(&dv_map, params.dv_sum, problem.k_len, problem.num_kv_heads, kVHeadDim,
+                            Traits::kGradientRows);
+    if (error != cudaSuccess) return error;
+  }
 
   constexpr int kSharedBytes = sizeof(BackwardStorage<Traits>);
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
   error = cudaFuncSetAttribute(BackwardKernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                kSharedBytes);
   if (error != cudaSuccess) return error;
-  BackwardKernel<Traits><<<blocks, Traits::kThreads, kSharedBytes, stream>>>(q_map, dout_map, k_map,
-                                                                             v_map, dq_map, params);
+  BackwardKernel<Traits><<<blocks, Traits::kThreads, kSharedBytes, stream>>>(
+      q_map, dout_map, k_map, v_map, dq_map, dk_map, dv_map, params);
   return cudaGetLastError();
 }
 
@@ -120,11 +144,26 @@ cudaError_t LaunchInOrder(const BackwardParams& backward, const BackwardKernelPa
     return LaunchInstantiation<BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, true>>(
         backward, params, blocks, stream);
   }
+  if constexpr (TakesDocuments(kHeadDim, kSoftCap)) {
+    if (params.num_document_items != nullptr) {
+      BackwardKernelParams documents = params;
+      documents.num_items = params.num_document_items;
+      documents.counter = params.document_counter;
+      const cudaError_t error = LaunchInstantiation<
+          BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false, false, true>>(
+          backward, documents, kDocumentBlocks, stream);
+      if (error != cudaSuccess) return error;
+    }
+  }
   if constexpr (CutsWalks(kHeadDim, kSoftCap)) {
-    if (params.segment_queries < backward.problem.q_len) {
-      return LaunchInstantiation<
-          BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false, true>>(backward, params,
-                                                                               blocks, stream);
+    if (params.num_cut_items != nullptr) {
+      BackwardKernelParams cut = params;
+      cut.num_items = params.num_cut_items;
+      cut.counter = params.cut_counter;
+      const cudaError_t error =
+          LaunchInstantiation<BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false, true>>(
+              backward, cut, blocks, stream);
+      if (error != cudaSuccess) return error;
     }
   }
   return LaunchInstantiation<BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false>>(

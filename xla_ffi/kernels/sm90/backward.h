@@ -18,12 +18,13 @@ const char* RefuseBackward(const BackwardParams& params);
 
 // Bytes of BackwardParams::scratch, which is 128-byte aligned and has undefined contents before and
 // after.
-size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype, bool fixed_order = false);
+size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype, bool fixed_order = false,
+                            bool rounds_dq = false);
 
 // What runs for this problem. Writes at most `size` bytes.
 void DescribeBackward(const Problem& problem, char* text, size_t size);
 
-// Enqueues at most one memset node and four kernels on `stream` of the current device; no host
+// Enqueues at most one memset node and five kernels on `stream` of the current device; no host
 // synchronisation, no allocation. The problem must not be refused. Returns the launch error, if
 // any.
 //

@@ -13,6 +13,7 @@
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_MAINLOOP_H_
 
 #include "xla_ffi/kernels/sm90/backward_block.h"
+#include "xla_ffi/kernels/sm90/backward_documents.h"
 
 namespace magi_jax::sm90 {
 
@@ -24,6 +25,7 @@ struct GradientConsumer : BlockConsumer<Traits> {
   static constexpr int kOutputs = Traits::kHeadDim / 2;
 
   float dk[kOutputs], dv[kOutputs];
+  uint32_t sum_parity = 0;  // of what earlier tiles gave to dQ
 
   __device__ __forceinline__ GradientConsumer(const BackwardKernelParams& params,
                                               BackwardStorage<Traits>& shared)
@@ -40,6 +42,7 @@ struct GradientConsumer : BlockConsumer<Traits> {
         WalkTile();
       }
     }
+    if constexpr (Traits::kDocuments) return;
     BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot ^ 1);
     if (thread % 128 == 0) shared.gradient_notes[warpgroup].row = -1;
     Release(&shared.dq_full[warpgroup]);
@@ -49,6 +52,7 @@ struct GradientConsumer : BlockConsumer<Traits> {
   __device__ __forceinline__ void WalkTile() {
     const int kv_head = shared.notes[ring.slot].header.kv_head;
     const int key_start = shared.notes[ring.slot].header.key_start;
+    const int end_key = EndOfKeys();
     BarrierWait(&shared.kv_full, kv_parity);
     kv_parity ^= 1;
     CleanKeys();
@@ -64,16 +68,23 @@ struct GradientConsumer : BlockConsumer<Traits> {
     while (!(flags & kLastBlock)) NextBlock(ds);
     const int head = LastBlock(ds);
     Release(&shared.kv_empty);
-    const KeyGradientStore<Element, Traits::kHeadDim> store{params, kv_head,
-                                                            key_start + thread_row};
+    const bool by_row = Traits::kDocuments && flags & kSplitTile;
+    const KeyGradientStore<Element, Traits::kHeadDim> store{params, kv_head, key_start + thread_row,
+                                                            end_key, by_row};
     const float factor = Traits::kScaledDifference ? 1.0f : params.scale;
     if (flags & kSplitTile) {
       const KeyTurn turn{params, warpgroup, kv_head, key_start / Traits::kBlockN, head};
       if (Traits::kOrdered) turn.Await(kTurnBarrier + warpgroup, thread % 128);
-      store.Add(params.dv_sum, dv, 1.0f);
-      store.Add(params.dk_sum, dk, factor);
+      if constexpr (Traits::kCopiesSums) {
+        HandSumsOver(dv, 1.0f, kToValues, kv_head, key_start);
+        HandSumsOver(dk, factor, kToKeys, kv_head, key_start);
+      } else {
+        store.Add(params.dv_sum, dv, 1.0f);
+        store.Add(params.dk_sum, dk, factor);
+      }
       if (Traits::kOrdered) turn.Pass(kTurnBarrier + warpgroup, thread % 128);
-    } else {
+    }
+    if (Traits::kDocuments || !(flags & kSplitTile)) {
       store.Write(params.dv, dv, 1.0f);
       store.Write(params.dk, dk, factor);
     }
@@ -241,12 +252,17 @@ struct GradientConsumer : BlockConsumer<Traits> {
 
   __device__ __forceinline__ void StoreQueryGradient(float (&dq)[kGradients], int slot) {
     PinRegisters(dq);
+    if constexpr (Traits::kDocuments) {
+      PassQueryGradient(dq, shared.notes[slot].header);
+      return;
+    }
     const uint32_t address = PlaceOfQueryGradient();
     BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot);
     if (thread % 128 == 0) {
       const QueryBlockHeader& header = shared.notes[slot].header;
       shared.gradient_notes[warpgroup].row = header.query_start;
       shared.gradient_notes[warpgroup].head = header.head;
+      if constexpr (Traits::kCopiesSums) shared.gradient_notes[warpgroup].target = kToQueries;
       if constexpr (Traits::kOrdered) {
         shared.gradient_notes[warpgroup].rank = header.rank;
         shared.gradient_notes[warpgroup].next_row = header.next_query;
@@ -255,17 +271,91 @@ struct GradientConsumer : BlockConsumer<Traits> {
     PlaceQueryGradient(dq, address);
   }
 
+  // Has the copy engine add this warpgroup's 64 keys of a split tile, in parts of 64 columns. dK
+  // and dV are as many parts together as the phases of dQ's place, so that these alternate as
+  // before.
+  __device__ __forceinline__ void HandSumsOver(const float (&sums)[kOutputs], float factor,
+                                               GradientTarget target, int kv_head, int key_start) {
+    constexpr int kCount = Traits::kGradientColumns / 2, kParts = (kOutputs + kCount - 1) / kCount;
+    const int lane = thread % 32, warp = thread / 32 % 4, row = lane / 4;
+    const uint32_t address = SharedAddress(shared.dq[warpgroup]) + (16 * warp + row) * 128 +
+                             ((lane % 4 / 2 ^ row) << 4) + lane % 2 * 8;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int turn = part + (target == kToKeys ? kParts : 0);
+      BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot ^ (turn + 1 & 1));
+      if (thread % 128 == 0) {
+        shared.gradient_notes[warpgroup] = {key_start + 64 * warpgroup,      kv_head, 0,     0,
+                                            part * Traits::kGradientColumns, 0,       target};
+      }
+#pragma unroll
+      for (int i = 0; i < kCount && part * kCount + i < kOutputs; i += 4) {
+        const int group = i / 4;  // of 8 columns
+        const uint32_t place =
+            (address ^ (group % 4 << 5)) + group / 4 * Traits::kGradientRows * 128;
+        const float* const values = sums + part * kCount + i;
+        StorePair(place, values[0] * factor, values[1] * factor);
+        StorePair(place + 8 * 128, values[2] * factor, values[3] * factor);
+      }
+      FenceAsyncProxy();
+      Release(&shared.dq_full[warpgroup]);
+    }
+  }
+
+  // A document's: goes to scratch until the last tile writes it.
+  __device__ __forceinline__ void PassQueryGradient(float (&dq)[kGradients],
+                                                    const QueryBlockHeader& header) {
+    const int lane = thread % 128;
+    if (header.flags & kBeganBefore) {
+      BarrierWait(&shared.dq_full[warpgroup], sum_parity);
+      sum_parity ^= 1;
+      const float4* const sums = reinterpret_cast<const float4*>(shared.dq[warpgroup]) + lane;
+#pragma unroll
+      for (int i = 0; i < kGradients / 4; ++i) {
+        const float4 sum = sums[i * 128];
+        dq[4 * i] += sum.x, dq[4 * i + 1] += sum.y, dq[4 * i + 2] += sum.z, dq[4 * i + 3] += sum.w;
+      }
+      Release(&shared.dq_empty[warpgroup]);
+    }
+    if (header.flags & kEndsLater) {
+      float4* const sums = QuerySum<Traits>(params, header.sum_slot, warpgroup) + lane;
+#pragma unroll
+      for (int i = 0; i < kGradients / 4; ++i)
+        sums[i * 128] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      return;
+    }
+    const float factor = Traits::kScaledDifference ? 1.0f : params.scale;
+    const int first = header.query_start + 16 * (lane / 32) + QueryOfRow(lane % 32 / 4);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int query = first + 8 * row;
+      Element* const out =
+          static_cast<Element*>(params.dq_rounded) +
+          (static_cast<int64_t>(query) * params.num_heads + header.head) * Traits::kHeadDim +
+          warpgroup * Traits::kGradientColumns;
+      KeyGradientStore<Element, Traits::kGradientColumns>::StoreElements(
+          out, query >= header.first_row && query < header.end_row, row, dq, factor);
+    }
+  }
+
+  // Of the tile's own.
+  __device__ __forceinline__ int EndOfKeys() const {
+    return Traits::kDocuments ? shared.notes[ring.slot].header.end_key : params.k_len;
+  }
+
   // The gradients of keys that no query sees.
   __device__ __forceinline__ void WriteZeros() {
     const int kv_head = shared.notes[ring.slot].header.kv_head;
     const int key_start = shared.notes[ring.slot].header.key_start;
+    const int end_key = EndOfKeys();
     Release(&shared.q_empty[ring.slot]);
     ring.Advance();
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) dk[i] = 0.0f;
-    if (flags & kSplitTile) return;  // its sums were cleared
-    const KeyGradientStore<Element, Traits::kHeadDim> store{params, kv_head,
-                                                            key_start + thread_row};
+    const bool split = flags & kSplitTile;
+    if (!Traits::kDocuments && split) return;  // its sums were cleared
+    const KeyGradientStore<Element, Traits::kHeadDim> store{params, kv_head, key_start + thread_row,
+                                                            end_key, split};
     store.Write(params.dv, dk, 1.0f);
     store.Write(params.dk, dk, 1.0f);
   }

@@ -113,7 +113,8 @@ struct PairedConsumer : BlockConsumer<Traits> {
   __device__ __forceinline__ void WriteSums(float (&sums)[kWidth / 2], void* gradient,
                                             float* gradient_sums, float factor, int kv_head,
                                             int key_start) {
-    const KeyGradientStore<Element, kWidth> store{params, kv_head, key_start + thread_row};
+    const KeyGradientStore<Element, kWidth> store{params, kv_head, key_start + thread_row,
+                                                  params.k_len, false};
     if (flags & kSplitTile) {
       const KeyTurn turn{params, warpgroup, kv_head, key_start / Traits::kBlockN, head};
       if (Traits::kOrdered) turn.Await(kTurnBarrier + warpgroup, thread % 128);
@@ -134,7 +135,8 @@ struct PairedConsumer : BlockConsumer<Traits> {
     if (flags & kSplitTile) return;  // its sums were cleared
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) sums[i] = 0.0f;
-    const KeyGradientStore<Element, kWidth> store{params, kv_head, key_start + thread_row};
+    const KeyGradientStore<Element, kWidth> store{params, kv_head, key_start + thread_row,
+                                                  params.k_len, false};
     store.Write(gradient, sums, 1.0f);
   }
 };

@@ -41,17 +41,23 @@ constexpr bool CutsWalks(int head_dim, bool soft_cap) {
   return SharingOf(head_dim) == Sharing::kColumns && !soft_cap;
 }
 
+// Whether masks of short documents have an instantiation of their own.
+constexpr bool TakesDocuments(int head_dim, bool soft_cap) {
+  return head_dim == 2 * kChunk && !soft_cap;
+}
+
 // One instantiation. A tile has kBlockN keys of one kv head; its gradients stay in registers while
 // the tile walks the queries of all heads of the group, kBlockM at a time.
 template <typename ElementT, int kHeadDimT, int kVHeadDimT, bool kSoftCapT, bool kOrderedT,
-          bool kCutT = false>
+          bool kCutT = false, bool kDocumentsT = false>
 struct BackwardTraits {
   using Element = ElementT;
-  static constexpr int kHeadDim = kHeadDimT;    // of queries and keys
-  static constexpr int kVHeadDim = kVHeadDimT;  // of values
-  static constexpr bool kSoftCap = kSoftCapT;   // logits are capped
-  static constexpr bool kOrdered = kOrderedT;   // sums have a fixed order
-  static constexpr bool kCut = kCutT;           // items may have some of the queries
+  static constexpr int kHeadDim = kHeadDimT;       // of queries and keys
+  static constexpr int kVHeadDim = kVHeadDimT;     // of values
+  static constexpr bool kSoftCap = kSoftCapT;      // logits are capped
+  static constexpr bool kOrdered = kOrderedT;      // sums have a fixed order
+  static constexpr bool kCut = kCutT;              // items may have some of the queries
+  static constexpr bool kDocuments = kDocumentsT;  // items are documents
   static constexpr bool kTall = SharingOf(kHeadDim) == Sharing::kTall;
   static constexpr bool kPaired = SharingOf(kHeadDim) == Sharing::kPaired;
   static_assert(kPaired || kVHeadDim == kHeadDim);
@@ -59,6 +65,10 @@ struct BackwardTraits {
   // dS is made with the scale in it, which spares a product for each element of dQ. float16 has not
   // the range for it: dS would lose bits where attention is spread over many keys.
   static constexpr bool kScaledDifference = std::is_same_v<Element, __nv_bfloat16>;
+
+  // Sums of split tiles go through the copy engine, as dQ does; where their order is fixed threads
+  // add them, and know when they have.
+  static constexpr bool kCopiesSums = !kPaired && !kOrdered && !kDocuments;
 
   static constexpr int kConsumers = 2;  // warpgroups
   static constexpr int kBlockM = BlockQueries(kHeadDim);
@@ -69,6 +79,8 @@ struct BackwardTraits {
   static constexpr int kProducerArrivals = kEveryLaneArrives ? 32 : 1;
   static constexpr int kGroupArrivals = kEveryLaneArrives ? 128 : 4;
   static constexpr int kConsumerArrivals = kGroupArrivals * kConsumers;
+  // By which the warps that bring sums of documents give notes back.
+  static constexpr int kSumArrivals = kDocuments ? kConsumers * kProducerArrivals : 0;
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
 
@@ -100,6 +112,9 @@ constexpr int kEmptyTile = 16;     // no block: the gradients of the tile are ze
 constexpr int kSplitTile = 64;     // other items add to the gradients of the tile
 constexpr int kSuspectBlock = 32;  // has a mask, and queries or cotangents may not be finite
 
+// Of a document's block: earlier tiles gave to its dQ, later ones will.
+constexpr int kBeganBefore = 128, kEndsLater = 256;
+
 constexpr int kStatTile = 32;  // queries that share a word of BackwardKernelParams::suspects
 constexpr int kQueryAlignment =
     4;  // blocks of queries start at a multiple of it, as copies of statistics need
@@ -113,6 +128,9 @@ struct QueryBlockHeader {
   // Where sums have a fixed order: the tile's place in it, and where the head's next block starts,
   // kNoQuery after its last.
   int32_t rank, next_query;
+  // Of documents: rows of the block that are the document's, the end of its keys, and where dQ is
+  // kept between tiles.
+  int32_t first_row, end_row, end_key, sum_slot;
 };
 
 // Beside the queries of a block: which cells are visible. Slices are transposed, keys in the place
@@ -122,10 +140,14 @@ struct QueryBlockNote {
   Slice slices[kMaxInlineSlices];
 };
 
+// What a note's part is added to.
+enum GradientTarget : int32_t { kToQueries, kToKeys, kToValues };
+
 struct GradientNote {
   int32_t row, head;  // row < 0: no more gradients
   int32_t rank, next_row;
   int32_t column, columns;  // of a part of the consumer's columns, where it makes them in two
+  GradientTarget target;
 };
 
 // What two consumers that share a tile of wide heads tell each other, besides.
@@ -183,7 +205,7 @@ struct alignas(8) Progress {
   int32_t own, all;
 };
 
-// A tile of keys, some of the heads of its group, and some of the queries.
+// A tile of keys or a document, some of the heads of its group, and some of the queries.
 struct WorkItem {
   int32_t tile;
   int16_t head, num_heads;  // the first, counted from the group's first
@@ -206,6 +228,12 @@ struct BackwardKernelParams {
   int* turns;          // [kConsumers, K, tiles of keys]
   int* tile_order;     // tiles of keys as they add
   int* first_queries;
+  int *num_cut_items, *cut_counter;  // in their place where walks are cut, or null
+  // Documents, else null.
+  int *num_document_items, *document_counter;
+  float4* query_sums;  // [thread blocks, sum_slots, kConsumers, kGradientBytes]
+  int sum_slots;
+  void* dq_rounded;  // [T, N, H] in the type of the operands, or null
   void* dk;
   void* dv;
   float* dk_sum;  // of split tiles; zero at launch there

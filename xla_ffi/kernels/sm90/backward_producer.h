@@ -56,6 +56,7 @@ struct QueryProducer {
   int first_query, end_query;   // of the item, where kCut
   bool partial;                 // the tile reaches past the last key
   int found_query, found_head;  // of the block whose note is written; negative: none of this tile
+  int end_key;                  // of a document
   bool is_first;                // that block is the tile's first
   Run run;
   int num_chunks;  // groups of 32 slices of the run
@@ -74,7 +75,7 @@ struct QueryProducer {
     SendNote(kEndOfWork);
   }
 
- private:
+ protected:
   // Only the first lane gets an item: nobody waits for the counter before the item is needed.
   __device__ __forceinline__ int TakeItem() { return lane == 0 ? atomicAdd(params.counter, 1) : 0; }
 
@@ -278,6 +279,7 @@ struct QueryProducer {
     BarrierWait(&shared.q_empty[ring.slot], ring.parity ^ 1);
     if (lane == 0) {
       shared.notes[ring.slot].header = {0, 0, key_start, kv_head, flags, 0, 0};
+      if constexpr (Traits::kDocuments) shared.notes[ring.slot].header.end_key = end_key;
     }
     if (kEveryLaneArrives || lane == 0) BarrierArrive(&shared.q_full[ring.slot]);
     ring.Advance();

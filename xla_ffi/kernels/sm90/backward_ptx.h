@@ -73,6 +73,13 @@ __device__ __forceinline__ void StorePair(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
+// Brings a box to L2.
+__device__ __forceinline__ void PrefetchBox(const CUtensorMap* map, int column, int head, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
+               "r"(column), "r"(head), "r"(row)
+               : "memory");
+}
+
 // Copies contiguous bytes, a multiple of 16, to shared memory; they count towards the current phase
 // of `barrier`.
 __device__ __forceinline__ void CopyBytes(void* destination, const void* source, int bytes,
@@ -82,6 +89,18 @@ __device__ __forceinline__ void CopyBytes(void* destination, const void* source,
           "r"(SharedAddress(destination)),
       "l"(source), "r"(bytes), "r"(SharedAddress(barrier))
       : "memory");
+}
+
+// Copies 16 bytes to shared memory, beside what the thread does.
+__device__ __forceinline__ void CopyWord(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source)
+               : "memory");
+}
+
+// Arrives when all copies of words that this thread started are done.
+__device__ __forceinline__ void ArriveAfterCopies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
+               : "memory");
 }
 
 // Adds a box in shared memory to the tensor; parts of the box outside of the tensor are left out.

@@ -18,10 +18,11 @@ __device__ __forceinline__ int QueryOfRow(int i) { return (2 * i & 6) | i >> 2; 
 __device__ __forceinline__ int RowOfQuery(int i) { return i >> 1 | (i & 1) << 2; }
 
 // One warp of the producers' warpgroup for each consumer: has the copy engine add finished blocks
-// of dQ.
+// of dQ, and sums of split tiles.
 template <typename Traits>
-__device__ void AddQueryGradients(const BackwardKernelParams& params, const CUtensorMap& dq_map,
-                                  BackwardStorage<Traits>& shared, int consumer) {
+__device__ void AddGradients(const BackwardKernelParams& params, const CUtensorMap& dq_map,
+                             const CUtensorMap& dk_map, const CUtensorMap& dv_map,
+                             BackwardStorage<Traits>& shared, int consumer) {
   const int lane = threadIdx.x % 32;
   if (!Traits::kOrdered && lane != 0) return;
   QueryTurn turn{params, consumer, 0};
@@ -36,16 +37,18 @@ __device__ void AddQueryGradients(const BackwardKernelParams& params, const CUte
       turn.Await(note.head, note.rank, min(row + Traits::kBlockM, params.q_len));
     };
     if (Traits::kOrdered && note.row != awaited) await(note.row);
-    const int column = Traits::kPaired ? note.column
-                       : Traits::kTall ? 0
-                                       : consumer * Traits::kGradientColumns;
-    const int row = note.row + (Traits::kTall ? consumer * Traits::kGradientRows : 0);
+    const bool to_queries = !Traits::kCopiesSums || note.target == kToQueries;
+    const int column = Traits::kPaired || !to_queries ? note.column
+                       : Traits::kTall                ? 0
+                                                      : consumer * Traits::kGradientColumns;
+    const int row = note.row + (Traits::kTall && to_queries ? consumer * Traits::kGradientRows : 0);
+    const CUtensorMap& map = to_queries ? dq_map : note.target == kToKeys ? dk_map : dv_map;
     if (lane == 0) {
 #pragma unroll
       for (int i = 0; i < Traits::kGradientColumns / Traits::kGradientBox; ++i) {
         const int offset = i * Traits::kGradientBox;
         if (Traits::kPaired && offset >= note.columns) break;
-        AddBox(shared.dq[consumer] + i * Traits::kGradientRows * 128, &dq_map, column + offset,
+        AddBox(shared.dq[consumer] + i * Traits::kGradientRows * 128, &map, column + offset,
                note.head, row);
       }
       CommitBoxes();
@@ -71,10 +74,13 @@ __device__ void AddQueryGradients(const BackwardKernelParams& params, const CUte
 template <typename Element, int kWidth>
 struct KeyGradientStore {
   static constexpr int kCount = kWidth / 2;  // accumulators of a thread
+  static constexpr int kKeys = TileKeys(kWidth);
 
   const BackwardKernelParams& params;
   const int kv_head;
   const int first_key;  // of this thread; its second row is 8 below
+  const int end_key;
+  const bool by_row;  // rows of split tiles are added, the others written
 
   __device__ __forceinline__ void Write(void* gradient, const float (&values)[kCount],
                                         float factor) const {
@@ -83,10 +89,9 @@ struct KeyGradientStore {
       const int key = first_key + 8 * row;
       const int64_t at = (static_cast<int64_t>(key) * params.num_kv_heads + kv_head) * kWidth;
       if (params.gradients_are_f32) {
-        StoreFloats(static_cast<float*>(gradient) + at, key < params.k_len, row, values, factor);
+        StoreFloats(static_cast<float*>(gradient) + at, IsWritten(key), row, values, factor);
       } else {
-        StoreElements(static_cast<Element*>(gradient) + at, key < params.k_len, row, values,
-                      factor);
+        StoreElements(static_cast<Element*>(gradient) + at, IsWritten(key), row, values, factor);
       }
     }
   }
@@ -97,7 +102,7 @@ struct KeyGradientStore {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int key = first_key + 8 * row;
-      if (key >= params.k_len) continue;
+      if (key >= end_key || (by_row && !IsSplit(key))) continue;
       float* const out =
           sums + (static_cast<int64_t>(key) * params.num_kv_heads + kv_head) * kWidth;
 #pragma unroll
@@ -108,7 +113,11 @@ struct KeyGradientStore {
     }
   }
 
- private:
+  __device__ __forceinline__ bool IsSplit(int key) const { return params.parts[key / kKeys] > 1; }
+  __device__ __forceinline__ bool IsWritten(int key) const {
+    return key < end_key && !(by_row && IsSplit(key));
+  }
+
   static __device__ __forceinline__ void StoreElements(Element* out, bool inside, int row,
                                                        const float (&values)[kCount],
                                                        float factor) {

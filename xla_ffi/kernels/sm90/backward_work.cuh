@@ -7,6 +7,7 @@
 
 #include <cuda_runtime.h>
 
+#include <climits>
 #include <cstdint>
 
 #include "xla_ffi/kernels/sm90/backward_order.h"
@@ -18,7 +19,15 @@ namespace magi_jax::sm90 {
 constexpr int kPlanThreads = 1024;
 constexpr int kItemsPerSm = 10;   // at least, while items are not too short
 constexpr int kShortestItem = 8;  // blocks of an item at least, however little there is to do
-constexpr int kMergeThreads = 256, kMergeBlocks = 32;
+// Below this share of an SM, in blocks, who ends last decides how long it takes. Then what an item
+// costs besides its blocks counts: in blocks, where its tile is whole and where it is split.
+constexpr int kShortShare = 1000, kWholeItemCost = 3, kSplitItemCost = 6;
+constexpr int kItemLimits = 14;  // that are compared: 8, 12, 16, 24, ... 768 blocks
+constexpr int kMergeThreads = 256;
+
+// Thread blocks that clear or round a tile's sums: few where there are many tiles, most of which
+// are not split.
+constexpr int MergeBlocks(int num_tiles) { return num_tiles <= 64 ? 32 : num_tiles <= 256 ? 8 : 4; }
 
 // Blocks that a table tile walks for one head, at most; a table may be hostile.
 __device__ __forceinline__ int BlocksOfTile(const TileRuns& by_key, int table_tile, int q_len,
@@ -52,13 +61,13 @@ struct Segments {
   }
 };
 
-__device__ __forceinline__ Segments SegmentsOfTile(const BackwardKernelParams& params,
+__device__ __forceinline__ Segments SegmentsOfTile(const BackwardKernelParams& params, int size,
                                                    int table_tile) {
   const TileRuns& by_key = params.by_key;
-  const int size = params.segment_queries;
+  if (size >= params.q_len) return {0, 1};
   const int first = max(by_key.ptr[table_tile], 0);
   const int end = min(by_key.ptr[table_tile + 1], by_key.num_runs);
-  if (size >= params.q_len || first >= end) return {0, 1};
+  if (first >= end) return {0, 1};
   const int begin = min(max(by_key.runs[first].begin, 0), params.q_len - 1);
   const int last = min(max(by_key.runs[end - 1].end - 1, begin), params.q_len - 1);
   bool cut = last - begin >= size;
@@ -107,15 +116,20 @@ struct TileStats {
   int most_blocks;                // of one tile and head
   bool any_split;
 
-  // More blocks than this in an item and its tile is split. Where all tiles walk about the same
-  // number of blocks, splitting them would balance nothing.
-  __device__ __forceinline__ int ItemBlocks(const BackwardKernelParams& params, int num_tiles,
-                                            int group, int num_sms) const {
-    const int64_t share = static_cast<int64_t>(all_blocks) * params.num_heads / num_sms;
+  // Where all tiles walk about the same number of blocks, splitting them would balance nothing.
+  __device__ __forceinline__ bool StaysWhole(const BackwardKernelParams& params, int num_tiles,
+                                             int group, int num_sms) const {
     const bool alike = int64_t{most_blocks} * num_tiles * 5 <= static_cast<int64_t>(all_blocks) * 7;
     const bool enough = int64_t{num_tiles} * params.num_kv_heads * 10 >= int64_t{num_sms} * 9;
     const bool fits = int64_t{most_blocks} * group <= params.item_blocks;
-    if (alike && enough && fits) return params.item_blocks;
+    return alike && enough && fits;
+  }
+
+  // More blocks than this in an item and its tile is split.
+  __device__ __forceinline__ int ItemBlocks(const BackwardKernelParams& params, int num_tiles,
+                                            int group, int num_sms) const {
+    if (StaysWhole(params, num_tiles, group, num_sms)) return params.item_blocks;
+    const int64_t share = static_cast<int64_t>(all_blocks) * params.num_heads / num_sms;
     // Where a whole SM has little to do, short items cost less than SMs that end early.
     const int64_t least =
         min(max(share / 4, int64_t{kShortestItem}), int64_t{params.least_item_blocks});
@@ -129,22 +143,49 @@ struct RankedTile {
   Segments segments;
 };
 
-// The tile at a place of an order: that of sums where it is fixed, else by place or longest first.
-template <class PartsOf>
-__device__ __forceinline__ RankedTile TileOfRank(const BackwardKernelParams& params, int rank,
-                                                 int num_tiles, bool by_place, PartsOf parts_of) {
-  if (rank >= num_tiles) return {-1, 0, 1, {0, 1}};
-  int tile = rank;
-  if (params.progress != nullptr) {
-    tile = params.tile_order[rank];
-  } else if (!by_place) {
-    const TileRuns& by_key = params.by_key;
-    const int table_tile =
-        min(max(by_key.order[rank / params.parts_per_tile], 0), by_key.num_tiles - 1);
-    tile = table_tile * params.parts_per_tile + rank % params.parts_per_tile;
+// The tile of a rank in the table's order, longest first.
+__device__ __forceinline__ int ListedTile(const BackwardKernelParams& params, int rank,
+                                          int num_tiles) {
+  const TileRuns& by_key = params.by_key;
+  const int at = min(rank, num_tiles - 1);
+  const int table_tile =
+      min(max(by_key.order[at / params.parts_per_tile], 0), by_key.num_tiles - 1);
+  return table_tile * params.parts_per_tile + at % params.parts_per_tile;
+}
+
+// Blocks of an item with which a short call ends first, by an estimate of when the last thread
+// block does. All threads of a block; a warp looks at one limit.
+__device__ int FastestItemBlocks(const BackwardKernelParams& params, const int* blocks_of,
+                                 int num_tiles, int num_sms) {
+  __shared__ unsigned long long best;
+  if (threadIdx.x == 0) best = ~0ull;
+  __syncthreads();
+  const int lane = threadIdx.x % 32, candidate = threadIdx.x / 32;
+  const int group = params.num_heads / params.num_kv_heads;
+  if (candidate < kItemLimits) {
+    const int limit = (candidate % 2 == 0 ? 8 : 12) << (candidate / 2);
+    int items = 0, all = 0, longest = 0, shortest = INT_MAX;
+    for (int tile = lane; tile < num_tiles; tile += 32) {
+      const int parts = PartsOfTile(blocks_of[tile], group, limit);
+      const int blocks =
+          blocks_of[tile] * (group / parts) + (parts > 1 ? kSplitItemCost : kWholeItemCost);
+      items += parts;
+      all += blocks * parts;
+      longest = max(longest, blocks);
+      shortest = min(shortest, blocks);
+    }
+    items = __reduce_add_sync(0xFFFFFFFF, items) * params.num_kv_heads;
+    all = __reduce_add_sync(0xFFFFFFFF, all) * params.num_kv_heads;
+    longest = __reduce_max_sync(0xFFFFFFFF, longest);
+    shortest = __reduce_min_sync(0xFFFFFFFF, shortest);
+    // Equal items end in rounds; others leave some of the longest between the first and the last.
+    int64_t end = int64_t{(items + num_sms - 1) / num_sms} * longest * num_sms;
+    if (items > num_sms && longest > shortest)
+      end = max(all + int64_t{longest} * num_sms * 7 / 10, int64_t{longest} * num_sms);
+    if (lane == 0) atomicMin(&best, static_cast<unsigned long long>(end) << 16 | limit);
   }
-  const int blocks = params.parts[tile];
-  return {tile, blocks, parts_of(blocks), SegmentsOfTile(params, tile / params.parts_per_tile)};
+  __syncthreads();
+  return static_cast<int>(best & 0xFFFF);
 }
 
 // One block. Lists the items of one kv head: those that start at the first head of the group before
@@ -155,18 +196,26 @@ __device__ void PlanWork(const BackwardKernelParams& params, int block_queries, 
   __shared__ TileStats stats;
   if (threadIdx.x == 0) stats = {0, 0, false};
   __syncthreads();
+  // Of each tile. Tables of up to 131072 keys need no memory for it, which is busy being cleared.
+  __shared__ int few_blocks[kPlanThreads];
   const bool ordered = params.progress != nullptr;
   const int group = params.num_heads / params.num_kv_heads;
   const int num_tiles = NumTiles(params);
+  int* const blocks_of = num_tiles <= kPlanThreads ? few_blocks : params.parts;
+  const int first_listed = ListedTile(params, threadIdx.x, num_tiles);
   for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads) {
     const int blocks =
         BlocksOfTile(params.by_key, tile / params.parts_per_tile, params.q_len, block_queries);
-    params.parts[tile] = blocks;  // until all is listed
+    blocks_of[tile] = blocks;
     atomicAdd(&stats.all_blocks, blocks);
     atomicMax(&stats.most_blocks, blocks);
   }
   __syncthreads();
-  const int item_blocks = stats.ItemBlocks(params, num_tiles, group, num_sms);
+  int item_blocks = stats.ItemBlocks(params, num_tiles, group, num_sms);
+  const bool is_short =
+      static_cast<int64_t>(stats.all_blocks) * params.num_heads < int64_t{kShortShare} * num_sms;
+  if (is_short && !ordered && !stats.StaysWhole(params, num_tiles, group, num_sms))
+    item_blocks = FastestItemBlocks(params, blocks_of, num_tiles, num_sms);
   // Where items wait for each other all tiles are split alike, so that they stand in one order for
   // all heads.
   const auto parts_of = [&](int blocks) {
@@ -174,7 +223,7 @@ __device__ void PlanWork(const BackwardKernelParams& params, int block_queries, 
     return int64_t{stats.most_blocks} * group > item_blocks ? group : 1;
   };
   for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads) {
-    if (parts_of(params.parts[tile]) > 1) stats.any_split = true;
+    if (parts_of(blocks_of[tile]) > 1) stats.any_split = true;
   }
   if (ordered) PlanOrder(params, num_tiles);
   __syncthreads();
@@ -182,7 +231,12 @@ __device__ void PlanWork(const BackwardKernelParams& params, int block_queries, 
   // Without parts there is but one round: its long tiles first.
   const int rounds = any_split || ordered ? 1 : 2;
   const int64_t long_blocks = static_cast<int64_t>(stats.all_blocks) * 3 / 2 / max(num_tiles, 1);
-  const int num_segments = (params.q_len + params.segment_queries - 1) / params.segment_queries;
+  // Only where most of what there is to do is done by walks that are cut: others lose by it.
+  const bool cuts = params.segment_queries < params.q_len &&
+                    static_cast<int64_t>(stats.all_blocks) * block_queries * 4 >=
+                        int64_t{num_tiles} * params.q_len * 3;
+  const int segment_queries = cuts ? params.segment_queries : params.q_len;
+  const int num_segments = (params.q_len + segment_queries - 1) / segment_queries;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int listed = 0;
   const auto list = [&](const RankedTile& ranked, int head, int segment, bool wanted) {
@@ -199,22 +253,31 @@ __device__ void PlanWork(const BackwardKernelParams& params, int block_queries, 
       const bool whole = segments.count == 1;
       params.items[listed + before + __popc(starting & ((1u << lane) - 1))] = {
           ranked.tile, static_cast<int16_t>(head), static_cast<int16_t>(num_heads),
-          whole ? 0 : segment * params.segment_queries,
-          whole ? params.q_len : min((segment + 1) * params.segment_queries, params.q_len)};
+          whole ? 0 : segment * segment_queries,
+          whole ? params.q_len : min((segment + 1) * segment_queries, params.q_len)};
     }
     listed += __reduce_add_sync(0xFFFFFFFF, count);
     __syncthreads();
   };
-  const RankedTile first_by_place = TileOfRank(params, threadIdx.x, num_tiles, true, parts_of);
-  const RankedTile first_by_length = TileOfRank(params, threadIdx.x, num_tiles, false, parts_of);
+  const auto tile_of = [&](int rank, int listed, bool by_place) {
+    const int tile =
+        ordered ? params.tile_order[min(rank, num_tiles - 1)] : (by_place ? rank : listed);
+    if (rank >= num_tiles) return RankedTile{-1, 0, 1, {0, 1}};
+    const int blocks = blocks_of[tile];
+    return RankedTile{tile, blocks, parts_of(blocks),
+                      SegmentsOfTile(params, segment_queries, tile / params.parts_per_tile)};
+  };
+  const RankedTile first_by_place = tile_of(threadIdx.x, first_listed, true);
+  const RankedTile first_by_length = tile_of(threadIdx.x, first_listed, false);
   for (int head = 0; head < (any_split ? group : 1); ++head) {
     const bool by_place = !any_split || 2 * head < group;
     for (int pass = 0; pass < rounds * num_segments; ++pass) {
       const int round = pass / num_segments, segment = pass % num_segments;
       for (int start = 0; start < num_tiles; start += kPlanThreads) {
-        const RankedTile ranked =
-            start > 0 ? TileOfRank(params, start + threadIdx.x, num_tiles, by_place, parts_of)
-                      : (by_place ? first_by_place : first_by_length);
+        const int rank = start + threadIdx.x;
+        const RankedTile ranked = start > 0
+                                      ? tile_of(rank, ListedTile(params, rank, num_tiles), by_place)
+                                      : (by_place ? first_by_place : first_by_length);
         const bool wanted = rounds == 1 || (ranked.blocks > long_blocks) == (round == 0);
         list(ranked, head, segment, wanted);
       }
@@ -222,11 +285,16 @@ __device__ void PlanWork(const BackwardKernelParams& params, int block_queries, 
   }
   for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads) {
     params.parts[tile] =
-        parts_of(params.parts[tile]) * SegmentsOfTile(params, tile / params.parts_per_tile).count;
+        parts_of(blocks_of[tile]) *
+        SegmentsOfTile(params, segment_queries, tile / params.parts_per_tile).count;
   }
   if (threadIdx.x == 0) {
-    *params.num_items = listed;
+    *params.num_items = cuts ? 0 : listed;
     *params.counter = 0;
+    if (params.num_cut_items != nullptr) {
+      *params.num_cut_items = cuts ? listed : 0;
+      *params.cut_counter = 0;
+    }
   }
 }
 
@@ -255,12 +323,10 @@ __global__ void __launch_bounds__(kMergeThreads)
   ForRowsOfTile(params, tile_rows, v_head_dim, clear(params.dv_sum));
 }
 
-// Rounds the sums of split tiles to results.
+// Rounds the sums of tile blockIdx.x to results.
 template <typename Element>
-__global__ void __launch_bounds__(kMergeThreads)
-    WriteSplitTiles(const __grid_constant__ BackwardKernelParams params, int tile_rows,
-                    int head_dim, int v_head_dim) {
-  if (params.parts[blockIdx.x] == 1) return;
+__device__ void WriteSplitTile(const BackwardKernelParams& params, int tile_rows, int head_dim,
+                               int v_head_dim) {
   const auto write = [](const float* sums, void* gradient) {
     return [sums, gradient](int64_t i) {
       const float4 sum = reinterpret_cast<const float4*>(sums)[i];

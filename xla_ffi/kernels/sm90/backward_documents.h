@@ -1,0 +1,219 @@
+// Masks of short documents: each slice shares neither queries nor keys with another. A thread block
+// that walks a document's tiles of keys one after another makes all of its dQ, so that nothing is
+// added in global memory: what a block of queries has of dQ goes from tile to tile through scratch
+// of the thread block, and is written once, in the type of the queries.
+
+#ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_DOCUMENTS_H_
+#define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_DOCUMENTS_H_
+
+#include "xla_ffi/kernels/sm90/backward_params.h"
+#include "xla_ffi/kernels/sm90/backward_producer.h"
+#include "xla_ffi/kernels/sm90/backward_ptx.h"
+
+namespace magi_jax::sm90 {
+
+// Thread blocks that walk documents; each has its own part of the scratch.
+constexpr int kDocumentBlocks = 132;
+
+// A slice, and the rows up to the next one, which see nothing and are seen by nobody.
+struct Document {
+  static constexpr int kRows = BlockQueries(2 * kChunk), kKeys = TileKeys(2 * kChunk);
+
+  Slice slice;
+  int first_query, end_query, first_key, end_key;
+
+  struct Blocks {
+    int begin, end;
+  };
+
+  // Blocks of queries have one grid, which all tiles share.
+  __device__ __forceinline__ int Grid() const { return first_query & ~(kQueryAlignment - 1); }
+  __device__ __forceinline__ int NumBlocks() const {
+    return (end_query - Grid() + kRows - 1) / kRows;
+  }
+  __device__ __forceinline__ int NumTiles() const {
+    return (end_key - first_key + kKeys - 1) / kKeys;
+  }
+
+  // Blocks that a tile walks: those that see it, and all of them in the first tile, which is where
+  // their dQ begins.
+  __device__ __forceinline__ Blocks BlocksOfTile(int tile) const {
+    const int start = first_key + tile * kKeys;
+    LaneKeySlice seen;
+    seen.Cut(slice, start, min(start + kKeys, end_key) - 1);
+    const int begin = tile == 0 ? first_query : max(seen.any_begin, first_query);
+    const int end = tile == 0 ? end_query : min(seen.any_end, end_query);
+    if (begin >= end) return {0, 0};
+    return {(begin - Grid()) / kRows, (end - 1 - Grid()) / kRows + 1};
+  }
+
+  // The tile that ends the dQ of a block.
+  __device__ __forceinline__ int LastTile(int block) const {
+    const int begin = max(Grid() + block * kRows, slice.q_start);
+    const int end = min(Grid() + (block + 1) * kRows, slice.q_end);
+    const int key = min(slice.k_end - 1, end - 1 + slice.d_max);
+    return end <= begin ? 0 : min(max((key - first_key) / kKeys, 0), NumTiles() - 1);
+  }
+
+  __device__ __forceinline__ int BlocksOfHead() const {
+    int blocks = 0;
+    for (int tile = 0; tile < NumTiles(); ++tile) {
+      const Blocks walked = BlocksOfTile(tile);
+      blocks += walked.end - walked.begin;
+    }
+    return blocks;
+  }
+};
+
+__device__ __forceinline__ bool IsEmpty(const Slice& slice) {
+  return slice.q_start >= slice.q_end || slice.k_start >= slice.k_end;
+}
+
+__device__ __forceinline__ Document DocumentOf(const BackwardKernelParams& params, int index) {
+  const Slice slice = params.slices[index];
+  const bool last = index + 1 >= params.num_slices || IsEmpty(params.slices[index + 1]);
+  const Slice next = last ? Slice{params.q_len, 0, params.k_len} : params.slices[index + 1];
+  const bool first = index == 0;
+  return {slice, first ? 0 : slice.q_start, min(next.q_start, params.q_len),
+          first ? 0 : slice.k_start, min(next.k_start, params.k_len)};
+}
+
+// The producer warp: the tiles of a document, and the blocks of some heads in each.
+template <typename Traits>
+struct DocumentProducer : QueryProducer<Traits> {
+  using Base = QueryProducer<Traits>;
+  using Base::Base;
+  using Base::found_head;
+  using Base::found_query;
+  using Base::key_start;
+  using Base::kv_head;
+  using Base::lane;
+  using Base::last_key;
+  using Base::mine;
+  using Base::params;
+  using Base::partial;
+  using Base::ring;
+  using Base::shared;
+  using Base::tile_flags;
+
+  __device__ void Work() {
+    const int num_work = *params.num_items * params.num_kv_heads;
+    int work = blockIdx.x;
+    while (work < num_work) {
+      const int next = Base::TakeItem() + gridDim.x;
+      kv_head = work % params.num_kv_heads;
+      const WorkItem item = params.items[work / params.num_kv_heads];
+      const int group = params.num_heads / params.num_kv_heads;
+      Walk(DocumentOf(params, item.tile), kv_head * group + item.head, item.num_heads);
+      work = Base::Broadcast(next);
+    }
+    Base::SendNote(kEndOfWork);
+  }
+
+ private:
+  __device__ void Walk(const Document& document, int first_head, int num_heads) {
+    Base::end_key = document.end_key;
+    for (int tile = 0; tile < document.NumTiles(); ++tile) {
+      key_start = document.first_key + tile * Traits::kBlockN;
+      last_key = min(key_start + Traits::kBlockN, document.end_key) - 1;
+      partial = last_key - key_start + 1 < Traits::kBlockN;
+      mine.Cut(document.slice, key_start, last_key);
+      const bool adds = params.parts[key_start / Traits::kBlockN] > 1 ||
+                        params.parts[last_key / Traits::kBlockN] > 1;
+      if (lane == 0 && tile + 1 < document.NumTiles()) {
+#pragma unroll
+        for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+          PrefetchBox(&this->k_map, chunk * kChunk, kv_head, key_start + Traits::kBlockN);
+          PrefetchBox(&this->v_map, chunk * kChunk, kv_head, key_start + Traits::kBlockN);
+        }
+      }
+      tile_flags = adds ? kSplitTile : 0;
+      found_query = -1;
+      Base::is_first = true;
+      const typename Document::Blocks blocks = document.BlocksOfTile(tile);
+      for (int i = 0; i < num_heads; ++i) {
+        for (int block = blocks.begin; block < blocks.end; ++block)
+          FindBlock(document, tile, first_head + i, block, i * document.NumBlocks() + block);
+      }
+      if (found_query >= 0) {
+        Base::SendBlock(kLastBlock, kNoQuery);
+      } else {
+        Base::SendNote(kEmptyTile | tile_flags);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void FindBlock(const Document& document, int tile, int head, int block,
+                                            int slot) {
+    if (found_query >= 0) Base::SendBlock(0, kNoQuery);
+    BarrierWait(&shared.q_empty[ring.slot], ring.parity ^ 1);
+    const int query = document.Grid() + block * Traits::kBlockM, end = query + Traits::kBlockM;
+    const bool full = !partial && mine.all_begin <= query && end <= mine.all_end;
+    const bool touches = max(mine.any_begin, query) < min(mine.any_end, end);
+    int flags = tile_flags | (full ? 0 : kMaskedBlock);
+    if (tile > 0) flags |= kBeganBefore;
+    if (tile < document.LastTile(block)) flags |= kEndsLater;
+    if (!full && Base::AnySuspect(query, head)) flags |= kSuspectBlock;
+    if (lane == 0) {
+      QueryBlockNote& note = shared.notes[ring.slot];
+      note.slices[0] = Transposed(document.slice);
+      note.header = {query, head, key_start, kv_head, flags, touches, 0};
+      note.header.first_row = max(query, document.first_query);
+      note.header.end_row = min(end, document.end_query);
+      note.header.end_key = document.end_key;
+      note.header.sum_slot = slot;
+    }
+    __syncwarp();
+    found_query = query;
+    found_head = head;
+  }
+};
+
+// Where a consumer keeps what it has of a block's dQ: float4s of [kGradientBytes / 2048][128
+// threads].
+template <typename Traits>
+__device__ __forceinline__ float4* QuerySum(const BackwardKernelParams& params, int slot,
+                                            int consumer) {
+  const int64_t at = int64_t{blockIdx.x} * params.sum_slots + slot;
+  return params.query_sums + (at * Traits::kConsumers + consumer) * (Traits::kGradientBytes / 16);
+}
+
+// One warp for each consumer: brings what earlier tiles gave to a block's dQ to shared memory.
+template <typename Traits>
+__device__ void BringQuerySums(const BackwardKernelParams& params, BackwardStorage<Traits>& shared,
+                               int consumer) {
+  const int lane = threadIdx.x % 32;
+  StageRing<Traits::kStages> ring, before;
+  uint32_t parity = 0;
+  // Where the two blocks before keep their dQ: all earlier ones were given back before this one
+  // came.
+  int kept[2] = {-1, -1};
+  static_assert(Traits::kStages == 3);
+  while (true) {
+    BarrierWait(&shared.q_full[ring.slot], ring.parity);
+    const int flags = shared.notes[ring.slot].header.flags;
+    const int slot = shared.notes[ring.slot].header.sum_slot;
+    if (flags & kEndOfWork) break;
+    if (flags & kBeganBefore && !(flags & kEmptyTile)) {
+      if (slot == kept[0] || slot == kept[1])
+        BarrierWait(&shared.q_empty[before.slot], before.parity);
+      BarrierWait(&shared.dq_empty[consumer], parity ^ 1);
+      parity ^= 1;
+      const float4* const from = QuerySum<Traits>(params, slot, consumer) + lane;
+      const uint32_t to = SharedAddress(shared.dq[consumer]) + lane * 16;
+#pragma unroll 8
+      for (int i = 0; i < Traits::kGradientBytes / 512; ++i) CopyWord(to + i * 512, from + i * 32);
+      ArriveAfterCopies(&shared.dq_full[consumer]);
+    }
+    __syncwarp();
+    if (kEveryLaneArrives || lane == 0) BarrierArrive(&shared.q_empty[ring.slot]);
+    before = ring;
+    kept[1] = kept[0];
+    kept[0] = flags & kEndsLater ? slot : -1;
+    ring.Advance();
+  }
+}
+
+}  // namespace magi_jax::sm90
+
+#endif  // MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_DOCUMENTS_H_
