@@ -24,11 +24,15 @@ def dense_attention(visible: jax.Array):
 
     def sequence(inputs):
         q, k, v, seen = inputs
-        rows = min(QUERY_BLOCK, len(q))
-        return jax.lax.map(
+        length, rows = len(q), min(QUERY_BLOCK, len(q))
+        # Blocks of one size; the rows that fill up the last see nothing and are left out again.
+        q = jnp.pad(q, ((0, -length % rows), (0, 0), (0, 0)))
+        seen = jnp.pad(seen, ((0, -length % rows), (0, 0)))
+        out = jax.lax.map(
             lambda part: block(part[0], k, v, part[1]),
             (q.reshape(-1, rows, *q.shape[1:]), seen.reshape(-1, rows, len(k))),
-        ).reshape(*q.shape[:-1], v.shape[-1])
+        )
+        return out.reshape(-1, *out.shape[2:])[:length]
 
     return lambda q, k, v: jax.lax.map(sequence, (q, k, v, visible))
 

@@ -52,9 +52,10 @@ def describe(plans: dict[str, mj.AttentionPlan], flags: argparse.Namespace) -> N
     print(f"{'kind':<14}{'pairs':>14}{'imbalance':>11}{'rows received, worst rank':>27}")
     for kind, plan in plans.items():
         report = plan.report()
+        share = report.recv_rows.max() / max(report.ring_rows.max(), 1)
         print(
             f"{names[kind]:<14}{report.area.sum():>14,}{report.imbalance:>11.3f}"
-            f"{report.recv_rows.max():>18,} ({report.recv_rows.max() / report.ring_rows.max():.0%})"
+            f"{report.recv_rows.max():>18,} ({share:.0%})"
         )
     print("(in brackets: of what a ring or an all-gather would bring that rank)")
 

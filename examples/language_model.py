@@ -30,6 +30,15 @@ def start_devices(flags: argparse.Namespace) -> jax.sharding.Mesh:
         jax.config.update("jax_num_cpu_devices", flags.dp * flags.cp)
         # Many launches in flight on virtual devices can starve each other of threads.
         os.environ.setdefault("PJRT_NPROC", str(2 * flags.dp * flags.cp))
+    try:
+        found = len(jax.devices(flags.device))
+    except RuntimeError:  # JAX's word for none
+        found = 0
+    if found < flags.dp * flags.cp:
+        raise SystemExit(
+            f"error: --dp {flags.dp} --cp {flags.cp} is a mesh of {flags.dp * flags.cp} devices, JAX has"
+            f" {found} of {flags.device}"
+        )
     return jax.make_mesh((flags.dp, flags.cp), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
 
 
@@ -39,7 +48,9 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a packed sequence")
     parser.add_argument("--dp", type=int, default=1, help="packed sequences per step")
     parser.add_argument("--cp", type=int, default=8, help="devices that share a sequence")
-    parser.add_argument("--device", default="cpu", help="cpu (virtual devices) or gpu")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "gpu"), help="cpu is that of virtual devices"
+    )
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
 
@@ -51,7 +62,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, default=32, help="64, 96, 128 or 256 on a GPU")
     parser.add_argument("--kv-heads", type=int, default=2, help="key and value heads")
     parser.add_argument(
-        "--dtype", default="float32", help="of the computation; bfloat16 or float16 on a GPU"
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the computation; bfloat16 or float16 on a GPU",
     )
 
 

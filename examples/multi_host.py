@@ -50,7 +50,9 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument(
         "--cluster", action="store_true", help="ask the cluster (SLURM, MPI, ...) for these three"
     )
-    parser.add_argument("--device", default="cpu", help="cpu (virtual devices) or gpu")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "gpu"), help="cpu is that of virtual devices"
+    )
     parser.add_argument("--devices", type=int, help="CPU devices of this process; default: all")
     parser.add_argument("--steps", type=int, default=20, help="optimiser steps")
     parser.add_argument("--batch", type=int, default=2, help="packed sequences of a step")

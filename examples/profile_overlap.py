@@ -43,7 +43,9 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--overlap", default="auto", help="number of remote stages, or auto")
     parser.add_argument("--steps", type=int, default=3, help="steps to trace")
-    parser.add_argument("--device", default="cpu", help="cpu (virtual devices) or gpu")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "gpu"), help="cpu is that of virtual devices"
+    )
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder for the picture")
     parser.add_argument("--trace", type=Path, help="folder for the trace; default: a temporary one")
     flags = parser.parse_args()

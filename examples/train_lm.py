@@ -52,7 +52,9 @@ def parse_flags() -> argparse.Namespace:
         "--dp", type=int, default=2, help="packed sequences per step, one per replica"
     )
     parser.add_argument("--cp", type=int, default=4, help="devices that share a sequence")
-    parser.add_argument("--device", default="cpu", help="cpu (virtual devices) or gpu")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "gpu"), help="cpu is that of virtual devices"
+    )
     language_model.add_model_flags(parser)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--dispatch", default="balanced", help="or lpt, zigzag, contiguous")

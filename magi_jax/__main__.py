@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import magi_jax
-from magi_jax.explain import advice, load_mask, parse_mask
+from magi_jax.explain import FORMS, advice, load_mask
 from magi_jax.plan import PlanConfig, make_plan
 from magi_jax.plan.plot import plot_plan
 from magi_jax.solver.cost.model import CostModel
@@ -34,7 +34,7 @@ def _add_explain(commands) -> None:
     parser = commands.add_parser(
         "explain",
         help="plan a mask, print the report and draw the picture",
-        description=parse_mask.__doc__,
+        description=FORMS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("mask", type=Path, help="JSON file that describes the mask")

@@ -40,14 +40,17 @@ def load_mask(path: str | Path) -> AttnMask:
         raise ValueError(f"{path} is no JSON: {error}") from error
 
 
-def parse_mask(described: Any) -> AttnMask:
-    """The mask that a JSON object describes, in one of four forms.
+FORMS = """A mask is described by a JSON object, in one of four forms:
 
-    - ``{"builder": "varlen", "lengths": [300, 700], "causal": true, "window": [255, 0]}``: a builder
-      of `magi_jax.masks` and its arguments;
-    - ``{"q_ranges": [[0, 4]], "k_ranges": [[0, 4]], "types": ["CAUSAL"], "q_len": 8}``: slices, with
-      names of types or bands ``[d_min, d_max]``, null = unbounded;
-    - ``{"union": [...]}`` and ``{"intersection": [...]}`` of such objects.
+- {"builder": "varlen", "lengths": [300, 700], "causal": true, "window": [255, 0]}: a builder of
+  magi_jax.masks and its arguments;
+- {"q_ranges": [[0, 4]], "k_ranges": [[0, 4]], "types": ["CAUSAL"], "q_len": 8}: slices, with names
+  of types or bands [d_min, d_max], null = unbounded;
+- {"union": [...]} and {"intersection": [...]} of such objects."""
+
+
+def parse_mask(described: Any) -> AttnMask:
+    """The mask that a JSON object describes, in one of the four `FORMS`.
 
     Raises:
         ValueError: the object has none of these forms, or what it describes is no mask.
@@ -66,6 +69,8 @@ def parse_mask(described: Any) -> AttnMask:
             raise ValueError(f"masks.{described['builder']}: {error}") from error
     if len(described) == 1 and ("union" in described or "intersection" in described):
         ((name, parts),) = described.items()
+        if not isinstance(parts, list) or not parts:
+            raise ValueError(f"{name} must list masks, at least one, got {parts!r}")
         first, *others = map(parse_mask, parts)
         for other in others:
             first = first | other if name == "union" else first & other
@@ -75,11 +80,15 @@ def parse_mask(described: Any) -> AttnMask:
             'a mask has the key "builder", or "union" or "intersection" alone, or q_ranges, k_ranges,'
             f" types and q_len (k_len too where it differs); got {sorted(described)}"
         )
-    types = [
-        MaskType[t] if isinstance(t, str) else t if isinstance(t, int) else tuple(t)
-        for t in described["types"]
-    ]
-    return AttnMask.from_slices(**{**described, "types": types})
+    return AttnMask.from_slices(**{**described, "types": list(map(_type, described["types"]))})
+
+
+def _type(described: Any) -> Any:
+    if isinstance(described, str):
+        if described not in MaskType.__members__:
+            raise ValueError(f"types must be {', '.join(MaskType.__members__)}, got {described!r}")
+        return MaskType[described]
+    return tuple(described) if isinstance(described, list) else described
 
 
 def advice(report: PlanReport) -> list[str]:

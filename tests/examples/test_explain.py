@@ -58,6 +58,8 @@ def test_masks_from_json(described, expected):
         ({"builder": "AttnMask"}, "builder must be one of"),
         ({"builder": "varlen", "length": [3]}, "length"),
         ({"q_ranges": [[0, 4]]}, r"got \['q_ranges'\]"),
+        ({**SLICES, "types": ["FOO", "FULL"]}, "types must be FULL, .* got 'FOO'"),
+        ({"union": []}, r"union must list masks, at least one, got \[\]"),
         ({**SLICES, "types": ["CAUSAL", "FULL"], "k_ranges": [[0, 4], [0, 99]]}, "99"),
     ],
 )
