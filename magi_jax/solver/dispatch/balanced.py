@@ -121,6 +121,18 @@ EFFORTS = MappingProxyType(
 )  # fmt: skip
 
 
+# Two ranks hide what moves between them behind their own work, as a rule, but not what one has to do more.
+AREA_LIMIT_OF_TWO = 1.004
+ROUNDS_OF_TWO = (Round(1.01, 0.5, 0.1), Round(1.003, 0.5, 0.03))
+
+
+def _effort_of(problem: DispatchProblem) -> Effort:
+    effort = EFFORTS[problem.effort]
+    if problem.effort == "fast" and problem.cp_size <= ALWAYS_SEARCHED:
+        return effort._replace(area_limit=AREA_LIMIT_OF_TWO, rounds=ROUNDS_OF_TWO)
+    return effort
+
+
 def balanced(problem: DispatchProblem) -> Assignment:
     """Places chunks so that the worst rank moves few rows and none computes much more than the mean.
 
@@ -167,7 +179,7 @@ class _Runs(NamedTuple):
 
     def are_good_enough(self, problem: DispatchProblem) -> bool:
         """Whether to look no further."""
-        effort, cp_size = EFFORTS[problem.effort], problem.cp_size
+        effort, cp_size = _effort_of(problem), problem.cp_size
         if self.move_little(problem):
             return True
         if cp_size <= effort.searched_ranks or self.score.imbalance > AREA_LIMIT:
@@ -177,14 +189,14 @@ class _Runs(NamedTuple):
 
     def move_little(self, problem: DispatchProblem) -> bool:
         """Whether rows cost little beside all else."""
-        few_rows, cp_size = EFFORTS[problem.effort].few_rows, problem.cp_size
+        few_rows, cp_size = _effort_of(problem).few_rows, problem.cp_size
         few = few_rows * int(problem.edges[-1]) / cp_size
         return cp_size > ALWAYS_SEARCHED and self.cost <= few
 
 
 def _placed_runs(problem: DispatchProblem, per_node: int) -> _Runs | None:
     make_placement, best = placement_maker(problem.engine), None
-    for placed in runs(problem, EFFORTS[problem.effort].run_orders):
+    for placed in runs(problem, _effort_of(problem).run_orders):
         units = fixed_units(problem, placed.edges, problem.engine)
         placement = make_placement(units, problem.cp_size, per_node)
         score = _score(placement.measure(placed.owner.astype(np.int32)), problem.cp_size)
@@ -197,7 +209,7 @@ def _placed_runs(problem: DispatchProblem, per_node: int) -> _Runs | None:
 
 def _final_cost(score: "_Score", problem: DispatchProblem) -> float:
     """What finished placements are compared by."""
-    effort = EFFORTS[problem.effort]
+    effort = _effort_of(problem)
     return score.cost(effort.area_limit, effort.overload_cost)
 
 
@@ -293,7 +305,7 @@ def _search(
     """Probes all starting points, then searches from the best, unless that will not cost less than ``known``,
     the cost of another placement.
     """
-    effort, cp_size = EFFORTS[problem.effort], problem.cp_size
+    effort, cp_size = _effort_of(problem), problem.cp_size
     mean_area = units.area.sum() / cp_size
 
     def refine(owner: np.ndarray, area: float, moves: int, seed: int, temperature: float):
