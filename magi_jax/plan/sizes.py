@@ -56,13 +56,11 @@ def rounded(sizes: Any, minimum: int | None, factor: float = 1.0) -> Any:
     if isinstance(sizes, tuple):
         return tuple(rounded(entry, minimum, factor) for entry in sizes)
     if isinstance(sizes, Sizes):
-        fields = dataclasses.fields(sizes)
         values = (
-            rounded(getattr(sizes, f.name), f.metadata.get("capacity"), factor) for f in fields
+            rounded(getattr(sizes, f.name), f.metadata.get("capacity"), factor)
+            for f in dataclasses.fields(sizes)
         )
-        return dataclasses.replace(
-            sizes, **{f.name: value for f, value in zip(fields, values, strict=True)}
-        )
+        return type(sizes)(*values)
     return sizes if minimum is None else bucket(math.ceil(sizes * factor), minimum)
 
 

@@ -75,19 +75,9 @@ def build_table(
             return lambda needed: bucket(needed, MIN_ENTRIES)
         return lambda needed: max(needed, getattr(spec, name))
 
-    walk = solver.ENGINES[engine]
-    needed = int(np.bincount(part, minlength=1).max())
-    table = SliceTable(
-        solver.split_parts(engine, slices, part, num_parts, room("slices")(needed), NO_SLICE),
-        walk(slices, part, num_parts, q_len, tile_size, room("query_runs"), room("query_ids")),
-        walk(
-            bands.transpose(slices), part, num_parts, k_len, tile_size,
-            room("key_runs"), room("key_ids"),
-        ),
-        q_len,
-        k_len,
-        tile_size,
-    )  # fmt: skip
+    rooms = tuple(map(room, ("slices", "query_runs", "query_ids", "key_runs", "key_ids")))
+    sizes = q_len, k_len, tile_size
+    table = SliceTable(*solver.TABLES[engine](slices, part, num_parts, *sizes, rooms), *sizes)
     if spec is not None and (problem := spec.shortfall(exact_spec(table), path)):
         raise does_not_fit(problem)
     if spec is not None and (q_len, k_len) != (spec.q_len, spec.k_len):

@@ -6,7 +6,7 @@ from magi_jax.plan.frame import Frame
 from magi_jax.plan.spec import PlanSpec
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.dispatch import Layout, chunk_edges
-from magi_jax.solver.overlap.choose_stages import choose_stages
+from magi_jax.solver.overlap.choose_stages import predict_us
 from magi_jax.solver.overlap.travelling import NO_RANGES, Ranges, choose_ranges, split_slices
 from magi_jax.solver.work.find_work import Keys, Work, find_work
 
@@ -92,7 +92,5 @@ def settle_work(
         return work
     stay = find_work(slices, slices[:0], layout, keys, engine)
     # With one stage, which tells them apart well enough: whole tables of both would cost too much.
-    times_us = [
-        choose_stages(each, keys.local_len, machine, (1, 1)).predicted_us for each in (work, stay)
-    ]
+    times_us = [predict_us(each, keys.local_len, machine, (1, 1)) for each in (work, stay)]
     return work if times_us[0] <= times_us[1] else stay

@@ -11,7 +11,7 @@ Everything is vectorised over ``parts`` (one table per rank and stage), so that 
 ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -122,10 +122,65 @@ def compiled_tile_runs(
     Raises:
         ImportError: the extension module is not built.
     """
-    ptr, runs, ids, order = compiled().walk_tiles(
-        slices, part, num_parts, length, tile_size, round_runs, round_ids
-    )
+    walk = compiled().walk_tiles(slices, part, num_parts, length, tile_size, round_runs, round_ids)
+    return _tile_runs(*walk)
+
+
+def _tile_runs(ptr: np.ndarray, runs: np.ndarray, ids: np.ndarray, order: np.ndarray) -> TileRuns:
+    """What the compiled planner gives, whose ids are a table of one column."""
     return TileRuns(ptr, runs, ids[..., 0], order)
+
+
+# Slices ``[P, A, 6]`` and the walks of query and of key tiles.
+Tables = tuple[np.ndarray, TileRuns, TileRuns]
+
+
+def slice_tables(
+    slices: np.ndarray,
+    part: np.ndarray,
+    num_parts: int,
+    q_len: int,
+    k_len: int,
+    tile_size: int,
+    rooms: Sequence[Rounding],
+) -> Tables:
+    """Padded slices of all parts, and both walks.
+
+    Args:
+        slices: tight visible slices ``[A, 6]`` in the coordinates of their part.
+        part: part of each slice ``[A]``, rising.
+        num_parts: number of parts ``P``.
+        q_len: rows of the query buffer.
+        k_len: rows of the key buffer.
+        tile_size: rows per tile.
+        rooms: take the most of a part to the capacity: of slices, of runs and ids of the walk of query tiles,
+            and of those of the other.
+    """
+    most = int(np.bincount(part, minlength=1).max())
+    return (
+        split_by_part(slices, part, num_parts, rooms[0](most)),
+        tile_runs(slices, part, num_parts, q_len, tile_size, *rooms[1:3]),
+        tile_runs(bands.transpose(slices), part, num_parts, k_len, tile_size, *rooms[3:5]),
+    )
+
+
+def compiled_slice_tables(
+    slices: np.ndarray,
+    part: np.ndarray,
+    num_parts: int,
+    q_len: int,
+    k_len: int,
+    tile_size: int,
+    rooms: Sequence[Rounding],
+) -> Tables:
+    """`slice_tables` by the compiled planner.
+
+    Raises:
+        ImportError: the extension module is not built.
+    """
+    padded, *walks = compiled().slice_table(slices, part, num_parts, q_len, k_len, tile_size, rooms)
+    by_query, by_key = (_tile_runs(*walk) for walk in walks)
+    return padded, by_query, by_key
 
 
 def _padded(rows, part, num_parts: int, rounding: Rounding | None) -> np.ndarray:
@@ -134,6 +189,7 @@ def _padded(rows, part, num_parts: int, rounding: Rounding | None) -> np.ndarray
 
 
 ENGINES = MappingProxyType({"numpy": tile_runs, "compiled": compiled_tile_runs})
+TABLES = MappingProxyType({"numpy": slice_tables, "compiled": compiled_slice_tables})
 
 
 def split_parts(

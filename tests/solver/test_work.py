@@ -10,6 +10,7 @@ from magi_jax.solver.cost.model import CostModel
 from magi_jax.solver.dispatch import DispatchProblem
 from magi_jax.solver.dispatch.balanced import balanced, placement_maker
 from magi_jax.solver.dispatch.units import make_units
+from magi_jax.solver.overlap import travelling
 from magi_jax.solver.overlap.travelling import Ranges, choose_ranges, split_slices
 from magi_jax.solver.work import transfer
 from magi_jax.solver.work.find_work import Keys, find_work
@@ -95,6 +96,19 @@ def test_no_row_of_an_ordinary_mask_travels(mask):
     edges = dispatch.chunk_edges(mask.q_len, 256)
     for cp_size in (1, 8, 32):
         assert not len(choose_ranges(mask.slices, edges, cp_size, min(8, cp_size), CostModel())[0])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_ruled_out_at_once_would_not_travel(seed, monkeypatch):
+    """Masks whose neediest rows are too many by the first look at them are not looked at twice."""
+    rng = np.random.default_rng(seed)
+    mask = masks.varlen(rng.integers(2_000, 60_000, 5), causal=bool(seed % 2))
+    if seed % 3 == 0:
+        mask = mask | masks.global_rows(mask.q_len, rows=(mask.q_len // 2, mask.q_len // 2 + 64))
+    edges = dispatch.chunk_edges(mask.q_len, 1024)
+    found = choose_ranges(mask.slices, edges, 16, 8, CostModel())
+    monkeypatch.setattr(travelling, "_neediest_rows", lambda slices, need: 0)
+    assert_same(found, choose_ranges(mask.slices, edges, 16, 8, CostModel()))
 
 
 @pytest.mark.parametrize("engine", ["compiled", "numpy"])

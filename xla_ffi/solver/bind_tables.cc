@@ -31,33 +31,67 @@ py::array_t<int32_t> Pad(const int32_t* rows, const std::vector<int64_t>& before
   return out;
 }
 
-// (ptr [P, M + 1], runs [P, R, 6], ids [P, I, 1], order [P, M]) of slices [A, 6] of rising parts
-// [A]; round_runs and round_ids say how much room to leave for so many, or are None.
-py::tuple RunWalkTiles(const Ints& slices, const Ints& part, int64_t num_parts, int64_t length,
-                       int64_t tile_size, const py::object& round_runs,
-                       const py::object& round_ids) {
-  static_assert(sizeof(BandSlice) == 6 * sizeof(int64_t) && sizeof(TileRun) == 6 * sizeof(int32_t));
-  Require(slices.size() == 6 * part.size() && num_parts >= 0 && tile_size >= 1,
+// Slices of rising parts: those of part p at slices[begin[p]:begin[p + 1]].
+std::vector<int64_t> PartsOf(const Ints& slices, const Ints& part, int64_t num_parts) {
+  Require(slices.size() == 6 * part.size() && num_parts >= 0,
           "slices [A, 6] and part [A] do not fit together");
-  const auto* rows = RowsOf<BandSlice>(slices);
   std::vector<int64_t> begin(num_parts + 1, 0);
   int64_t last = 0;
   for (py::ssize_t i = 0; i < part.size(); ++i) {
     const int64_t p = part.data()[i];
     Require(p >= last && p < num_parts, "part must rise within range");
-    Require(rows[i].q_start >= 0 && rows[i].q_start < rows[i].q_end && rows[i].q_end <= length,
-            "a slice is empty or out of range");
     last = p;
     ++begin[p + 1];
   }
-  for (int64_t p = 0; p < num_parts; ++p) begin[p + 1] += begin[p];
+  std::partial_sum(begin.begin(), begin.end(), begin.begin());
+  return begin;
+}
+
+// (ptr [P, M + 1], runs [P, R, 6], ids [P, I, 1], order [P, M]); round_runs and round_ids say how
+// much room to leave for so many, or are None.
+py::tuple Walk(const BandSlice* slices, const std::vector<int64_t>& begin, int64_t length,
+               int64_t tile_size, const py::object& round_runs, const py::object& round_ids,
+               TileWalks* walks) {
+  static_assert(sizeof(BandSlice) == 6 * sizeof(int64_t) && sizeof(TileRun) == 6 * sizeof(int32_t));
+  Require(tile_size >= 1, "a tile has at least one row");
+  for (int64_t i = 0; i < begin.back(); ++i)
+    Require(
+        slices[i].q_start >= 0 && slices[i].q_start < slices[i].q_end && slices[i].q_end <= length,
+        "a slice is empty or out of range");
+  const auto num_parts = static_cast<int64_t>(begin.size()) - 1;
   const int64_t num_tiles = std::max<int64_t>((length + tile_size - 1) / tile_size, 1);
   py::array_t<int32_t> ptr({num_parts, num_tiles + 1}), order({num_parts, num_tiles});
-  const TileWalks walks = WalkTiles(rows, begin, length, tile_size, num_tiles, ptr.mutable_data(),
-                                    order.mutable_data());
-  const auto* runs = reinterpret_cast<const int32_t*>(walks.runs.data());
-  return py::make_tuple(ptr, Pad(runs, walks.runs_before, 6, round_runs),
-                        Pad(walks.ids.data(), walks.ids_before, 1, round_ids), order);
+  WalkTiles(slices, begin, length, tile_size, num_tiles, ptr.mutable_data(), order.mutable_data(),
+            walks);
+  const auto* runs = reinterpret_cast<const int32_t*>(walks->runs.data());
+  return py::make_tuple(ptr, Pad(runs, walks->runs_before, 6, round_runs),
+                        Pad(walks->ids.data(), walks->ids_before, 1, round_ids), order);
+}
+
+// The walk of tiles of slices [A, 6] of rising parts [A].
+py::tuple RunWalkTiles(const Ints& slices, const Ints& part, int64_t num_parts, int64_t length,
+                       int64_t tile_size, const py::object& round_runs,
+                       const py::object& round_ids) {
+  TileWalks walks;
+  return Walk(RowsOf<BandSlice>(slices), PartsOf(slices, part, num_parts), length, tile_size,
+              round_runs, round_ids, &walks);
+}
+
+// A whole slice table: (slices [P, A, 6], walk of query tiles, walk of key tiles). `rooms` are how
+// much room to leave for so many slices, runs and ids of queries, and runs and ids of keys.
+py::tuple RunSliceTable(const Ints& slices, const Ints& part, int64_t num_parts, int64_t q_len,
+                        int64_t k_len, int64_t tile_size, const py::tuple& rooms) {
+  Require(rooms.size() == 5, "five sizes are to be rounded");
+  const std::vector<int64_t> begin = PartsOf(slices, part, num_parts);
+  const auto* rows = RowsOf<BandSlice>(slices);
+  std::vector<BandSlice> transposed(rows, rows + part.size());
+  for (BandSlice& s : transposed) s = {s.k_start, s.k_end, s.q_start, s.q_end, -s.d_max, -s.d_min};
+  std::vector<int32_t> narrow(slices.data(), slices.data() + slices.size());
+  TileWalks walks;
+  const py::tuple by_query = Walk(rows, begin, q_len, tile_size, rooms[1], rooms[2], &walks);
+  const py::tuple by_key =
+      Walk(transposed.data(), begin, k_len, tile_size, rooms[3], rooms[4], &walks);
+  return py::make_tuple(Pad(narrow.data(), begin, 6, rooms[0]), by_query, by_key);
 }
 
 // Visible cells [A] of tight slices [A, 6].
@@ -212,6 +246,7 @@ py::tuple RunSortPieces(const Ints& src, const Ints& dst, const Ints& src_row, c
 
 void BindTables(py::module_& m) {
   m.def("walk_tiles", &RunWalkTiles);
+  m.def("slice_table", &RunSliceTable);
   m.def("areas", &RunAreas);
   m.def("unit_needs", &RunUnitNeeds);
   m.def("deal_runs", &RunDealRuns);

@@ -7,14 +7,7 @@
 namespace magi_jax::solver {
 namespace {
 
-// What one slice shows to the rows of one tile.
-struct Piece {
-  int32_t begin, end;  // visible keys
-  // Keys that all rows of the tile see; empty when full_begin >= full_end.
-  int32_t full_begin, full_end;
-  int64_t area;
-  int32_t id;
-};
+using Piece = TilePiece;
 
 // The part of a tight slice in rows [tile_start, tile_end), of which those before `rows_end` exist.
 // Every query of a tight slice sees a key, so that clipping to some of them leaves no slack but in
@@ -122,40 +115,39 @@ void CutToTiles(const BandSlice* slices, int64_t num_slices, int64_t length, int
 
 }  // namespace
 
-TileWalks WalkTiles(const BandSlice* slices, const std::vector<int64_t>& begin, int64_t length,
-                    int64_t tile_size, int64_t num_tiles, int32_t* ptr, int32_t* order) {
+void WalkTiles(const BandSlice* slices, const std::vector<int64_t>& begin, int64_t length,
+               int64_t tile_size, int64_t num_tiles, int32_t* ptr, int32_t* order,
+               TileWalks* walks) {
   const size_t num_parts = begin.size() - 1;
-  TileWalks walks;
-  std::vector<Piece> pieces;
   std::vector<int64_t> tile_ptr(num_tiles + 1), work(num_tiles);
   std::vector<std::pair<int32_t, int32_t>> full;
   int64_t num_pieces = 0;
   for (int64_t i = begin.front(); i < begin.back(); ++i)
     num_pieces += (slices[i].q_end - 1) / tile_size - slices[i].q_start / tile_size + 1;
-  walks.runs.reserve(num_pieces);
-  walks.ids.reserve(num_pieces);
+  walks->runs.clear(), walks->ids.clear(), walks->runs_before.clear(), walks->ids_before.clear();
+  walks->runs.reserve(num_pieces), walks->ids.reserve(num_pieces);
   for (size_t part = 0; part < num_parts; ++part, order += num_tiles) {
-    CutToTiles(slices + begin[part], begin[part + 1] - begin[part], length, tile_size, &pieces,
-               &tile_ptr);
-    walks.runs_before.push_back(walks.runs.size());
-    walks.ids_before.push_back(walks.ids.size());
+    CutToTiles(slices + begin[part], begin[part + 1] - begin[part], length, tile_size,
+               &walks->pieces, &tile_ptr);
+    walks->runs_before.push_back(walks->runs.size());
+    walks->ids_before.push_back(walks->ids.size());
     for (int64_t t = 0; t < num_tiles; ++t) {
-      Piece *first = pieces.data() + tile_ptr[t], *last = pieces.data() + tile_ptr[t + 1];
+      Piece* first = walks->pieces.data() + tile_ptr[t];
+      Piece* last = walks->pieces.data() + tile_ptr[t + 1];
       if (last - first > 1) SortByBegin(first, last);
       work[t] = 0;
       for (const Piece* piece = first; piece != last; ++piece) work[t] += piece->area;
-      *ptr++ = static_cast<int32_t>(walks.runs.size() - walks.runs_before.back());
-      AppendRuns(first, last, walks.ids_before.back(), &full, &walks);
+      *ptr++ = static_cast<int32_t>(walks->runs.size() - walks->runs_before.back());
+      AppendRuns(first, last, walks->ids_before.back(), &full, walks);
     }
-    *ptr++ = static_cast<int32_t>(walks.runs.size() - walks.runs_before.back());
+    *ptr++ = static_cast<int32_t>(walks->runs.size() - walks->runs_before.back());
     std::iota(order, order + num_tiles, 0);
     if (!std::is_sorted(work.rbegin(), work.rend()))
       std::stable_sort(order, order + num_tiles,
                        [&](int32_t a, int32_t b) { return work[a] > work[b]; });
   }
-  walks.runs_before.push_back(walks.runs.size());
-  walks.ids_before.push_back(walks.ids.size());
-  return walks;
+  walks->runs_before.push_back(walks->runs.size());
+  walks->ids_before.push_back(walks->ids.size());
 }
 
 }  // namespace magi_jax::solver

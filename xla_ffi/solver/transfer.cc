@@ -7,15 +7,33 @@
 
 namespace magi_jax::solver {
 
+namespace {
+
+// Places of pieces in the order of their ranks, those of one rank as they come.
+std::vector<int64_t> ByRank(const int64_t* rank, const std::vector<int64_t>& order,
+                            int64_t num_ranks) {
+  std::vector<int64_t> place(num_ranks + 1, 0), out(order.size());
+  for (int64_t i : order) ++place[rank[i] + 1];
+  std::partial_sum(place.begin(), place.end(), place.begin());
+  for (int64_t i : order) out[place[rank[i]]++] = i;
+  return out;
+}
+
+}  // namespace
+
 TransferTables SortPieces(const Pieces& p, int64_t num_ranks) {
   TransferTables out = {};
   std::vector<int64_t> order(p.size), rows(num_ranks * num_ranks, 0), slot(p.size);
   std::iota(order.begin(), order.end(), 0);
-  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return std::make_tuple(p.src[a], p.dst[a], p.dst_row[a], a) <
-           std::make_tuple(p.src[b], p.dst[b], p.dst_row[b], b);
-  });
-  for (int64_t i : order) {
+  // Stable, so that pieces of one place keep their order; most come in this one already.
+  const auto by_place = [&](int64_t a, int64_t b) {
+    return std::tie(p.dst[a], p.dst_row[a]) < std::tie(p.dst[b], p.dst_row[b]);
+  };
+  if (!std::is_sorted(order.begin(), order.end(), by_place))
+    std::stable_sort(order.begin(), order.end(), by_place);
+  const std::vector<int64_t> by_sender = ByRank(p.src, order, num_ranks);
+  out.send.reserve(p.size), out.send_rank.reserve(p.size);
+  for (int64_t i : by_sender) {
     int64_t& pair = rows[p.src[i] * num_ranks + p.dst[i]];
     slot[i] = pair;
     pair += p.n_rows[i];
@@ -29,10 +47,13 @@ TransferTables SortPieces(const Pieces& p, int64_t num_ranks) {
       most = std::max(most, rows[r * num_ranks + s]);
     }
   }
-  // Stable: pieces of one receiver and one row keep the order of the senders.
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return std::tie(p.dst[a], p.dst_row[a]) < std::tie(p.dst[b], p.dst_row[b]);
-  });
+  // Pieces of one receiver and one row have the order of the senders.
+  const auto strictly = [&](int64_t a, int64_t b) { return !by_place(a, b); };
+  if (std::adjacent_find(order.begin(), order.end(), strictly) != order.end()) {
+    order = ByRank(p.dst, by_sender, num_ranks);
+    std::stable_sort(order.begin(), order.end(), by_place);
+  }
+  out.recv.reserve(p.size), out.recv_rank.reserve(p.size);
   for (int64_t i : order) {
     out.recv.push_back({p.src[i], p.src_row[i], p.dst_row[i], p.n_rows[i], slot[i]});
     out.recv_rank.push_back(p.dst[i]);

@@ -73,8 +73,12 @@ def choose_ranges(
     shapes = model.shapes(slices)
     kernel_us = sum(float(model.times_us(*shapes, way).sum()) for way in (False, True)) / cp_size
     speed = _Speed(cp_size, ranks_per_node, model)
-    if speed.keys_us(_most_keys(slices) - share) <= kernel_us:
+    most = _most_keys(slices)
+    most_us = max(kernel_us, speed.keys_us(most - share))
+    if most_us <= kernel_us:
         return NO_RANGES  # kernels take longer than all keys, wherever the rows are
+    if speed.rows_us(_neediest_rows(slices, NEED_STEP * most)) >= most_us:
+        return NO_RANGES  # too many rows need nearly as much
     row, need, keys = _needs(slices, edges)
     best_us = first_us = max(kernel_us, speed.keys_us(int(need.max()) - share))
     chosen = None
@@ -136,6 +140,17 @@ def _most_keys(slices: np.ndarray) -> int:
     width = slices[:, bands.K_END] - slices[:, bands.K_START]
     at = np.concatenate([slices[:, bands.Q_START], slices[:, bands.Q_END]])
     return _highest(at, np.concatenate([width, -width]))
+
+
+def _neediest_rows(slices: np.ndarray, need: float) -> int:
+    """At least so many rows see more keys than ``need``, one of which all of them see: the most of any slice
+    whose rows see its first key.
+    """
+    q0, q1, k0, k1, d0, d1 = slices.T
+    # Row q sees keys [k0, min(k1, q + d1 + 1)).
+    wide = (d0 == k0 - q1 + 1) & (k1 - k0 > need)
+    first = np.maximum(q0, np.ceil(need) + k0 - d1)
+    return int((q1 - first)[wide].max(initial=0))
 
 
 def _needs(slices: np.ndarray, edges: np.ndarray) -> tuple[Ranges, np.ndarray, _Keys]:
