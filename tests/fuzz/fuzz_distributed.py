@@ -43,7 +43,7 @@ class Setup:
     seq_len: int
     chunk_size: int
     dispatch: str
-    stages: int | tuple[int, int] | str
+    stages: int | tuple[int | tuple[bool, ...], int | tuple[bool, ...]] | str
     heads: tuple[int, int, int, int] = (4, 2, 8, 6)
     dtype: str = "float32"
     cap: float | None = None
@@ -94,7 +94,7 @@ SETUPS = {
         151,
         6,
         "lpt",
-        (1, 3),
+        ((True, False), (True, False, True)),
         ranks_per_node=4,
         two_level=True,
         travelling=((30, 47),),
