@@ -15,6 +15,7 @@ from magi_jax.comm.group_collectives import get_transport
 from magi_jax.mesh import make_varying, varying_axes
 from magi_jax.ops import CONTEXT_NAME, Implementation, get_implementation
 from magi_jax.ops.api import settled_logits
+from magi_jax.ops.base import SUPPORTED_DTYPES
 from magi_jax.ops.head_groups import by_head_groups
 from magi_jax.ops.implementations import platform_of
 from magi_jax.parallel import batch
@@ -53,6 +54,10 @@ class DistOptions:
             (`PlanConfig.travelling`) also out and dQ; None is float32. Sums are in float32.
         transport: transport of the group collectives: a name, None for the portable one, or that of
             a `magi_jax.comm.symmetric_memory`.
+
+    Raises:
+        TypeError: axes are no names.
+        ValueError: ``reduce_dtype`` is none that sums can travel in.
     """
 
     batch_axes: AxisNames = None
@@ -62,6 +67,30 @@ class DistOptions:
     keep_remote_kv: bool = False
     reduce_dtype: Any = None
     transport: str | Transport | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_axes", "head_axes"):
+            axes = getattr(self, name)
+            if axes is None or isinstance(axes, str):
+                continue
+            if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
+                raise TypeError(f"{name} must name mesh axes: one, or several; got {axes!r}")
+            object.__setattr__(self, name, tuple(axes))
+        if self.reduce_dtype is not None:
+            object.__setattr__(self, "reduce_dtype", _wire_dtype(self.reduce_dtype))
+
+
+def _wire_dtype(dtype: Any) -> jnp.dtype:
+    """The dtype that is meant; integers would travel too, and take what is behind the point from sums."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in SUPPORTED_DTYPES:
+        raise ValueError(
+            f"reduce_dtype must be one of {', '.join(SUPPORTED_DTYPES)}, or None; got {dtype!r}"
+        )
+    return found
 
 
 def dist_attention(
@@ -151,7 +180,7 @@ def dist_attention(
             scale=logits[0],
             logits_soft_cap=logits[1],
             transport=get_transport(options.transport),
-            reduce_dtype=None if options.reduce_dtype is None else jnp.dtype(options.reduce_dtype),
+            reduce_dtype=options.reduce_dtype,
             keep_remote_kv=options.keep_remote_kv,
             with_max_logits=return_max_logits,
             # Ranks that all hold the keys each have a part of their gradient.

@@ -46,7 +46,7 @@ from magi_jax.solver.work.find_work import Keys
     meta_fields=("spec",),
     drop_fields=("planning_ms",),
 )
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AttentionPlan:
     """Who holds which tokens, what crosses ranks, and what each rank computes in each stage.
 
@@ -76,6 +76,14 @@ class AttentionPlan:
     travel: TravelTables | None = None
     late: LateTables | None = None
     planning_ms: float | None = dataclasses.field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        # Not the tables, which would fill the screen, nor anything of theirs: they may be traced or None.
+        sizes, stages = self.spec, self.spec.num_remote_stages
+        return (
+            f"AttentionPlan(cp_size={sizes.cp_size}, seq_len={sizes.seq_len}, local_len={sizes.local_len},"
+            f" chunk_size={sizes.chunk_size}, num_remote_stages={stages})"
+        )
 
     @property
     def cp_size(self) -> int:

@@ -154,3 +154,22 @@ def test_local_rows_inside_a_shard_map():
 def test_options_are_named():
     with pytest.raises(TypeError, match="positional"):
         DistOptions(True)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"reduce_dtype": "int8"}, "reduce_dtype must be one of float32, .* got 'int8'"),
+        ({"reduce_dtype": "float33"}, "reduce_dtype must be one of float32, .* got 'float33'"),
+        ({"batch_axes": {"dp"}}, r"batch_axes must name mesh axes: .* got \{'dp'\}"),
+        ({"head_axes": ("tp", 1)}, r"head_axes must name mesh axes: .* got \('tp', 1\)"),
+    ],
+)
+def test_options_are_checked_when_they_are_made(options, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        DistOptions(**options)
+
+
+def test_options_that_mean_the_same_are_the_same():
+    narrow = DistOptions(batch_axes=["dp"], reduce_dtype=jnp.bfloat16)
+    assert hash(narrow) == hash(DistOptions(batch_axes=("dp",), reduce_dtype="bfloat16"))

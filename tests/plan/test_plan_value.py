@@ -25,6 +25,14 @@ def with_leaf(plan, index, change):
     return jax.tree.unflatten(tree, leaves)
 
 
+def test_a_plan_shows_its_sizes_and_not_its_tables():
+    plan = make_plan(MASK, 4, CONFIG)
+    shown = repr(plan)
+    assert shown.startswith("AttentionPlan(cp_size=4, seq_len=191, local_len=")
+    assert len(shown) < 150
+    assert repr(jax.tree.map(lambda _: None, plan)) == shown
+
+
 def test_fingerprint_sees_every_leaf_and_the_spec():
     plan = make_plan(MASK, 4, CONFIG)
     own = plan.fingerprint()
