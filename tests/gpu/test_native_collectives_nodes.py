@@ -48,11 +48,17 @@ def test_same_bits_as_the_portable_transport(ranks_per_node, placement, rng):
 
 @placements
 def test_distributed_attention_and_its_gradients(placement, rng):
-    """Two stages of both passes, in two steps each, beside attention."""
+    """Forward a stage of the own node, which is empty here, and one in two steps; backward four in two steps,
+    so that sums of three cross at once.
+    """
     mesh = mesh_of(2)
     mask = masks.varlen([300, 500, 224], causal=True)
     config = PlanConfig(
-        chunk_size=64, overlap=2, ranks_per_node=1, two_level=True, travelling="never"
+        chunk_size=64,
+        overlap=((True, False), 4),
+        ranks_per_node=1,
+        two_level=True,
+        travelling="never",
     )
     plan = make_plan(mask, 2, config)
     assert plan.spec.ranks_per_node == 1
