@@ -98,14 +98,15 @@ class PlanBatch:
         return PlannedBatch.of(moved, plans)
 
     def fit(
-        self, batches: Iterable[Batch], *, num_batches: int = 16, margin: float = 1.25
+        self, batches: Iterable[Batch], *, num_batches: int = 16, margin: float = 1.5
     ) -> "PlanBatch":
         """The same with ``specs`` that cover a sample of batches, so that a step compiles once.
 
         Args:
             batches: batches like those to come.
             num_batches: how many of them to plan.
-            margin: every capacity is made so many times what the sample needs, at least 1.
+            margin: buffers are made so many times what the sample needs, at least 1, and tables more
+                (`PlanSpec.scaled`).
         """
         if margin < 1:
             raise ValueError(f"margin must be at least 1, got {margin}")

@@ -12,6 +12,7 @@ from magi_jax.plan.sizes import (
     Sizes,
     bucket,
     capacity,
+    entries_factor,
     rounded,
 )
 
@@ -176,6 +177,7 @@ def grown(spec: AnyCommSpec, factor: float) -> Any:
         dst_rows=max(min(arriving, others), spec.dst_rows),
         pair_rows=pair_rows,
         self_rows=spec.self_rows,
+        pieces=bucket(math.ceil(spec.pieces * entries_factor(factor)), MIN_ENTRIES),
     )
 
 

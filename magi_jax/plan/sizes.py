@@ -21,6 +21,15 @@ def bucket(size: int, minimum: int = 1) -> int:
     return -(-size // step) * step
 
 
+def entries_factor(factor: float) -> float:
+    """How much more room to leave in tables where rows get ``factor`` times as much.
+
+    An entry takes a few bytes, a row of a buffer thousands, and time to move; and of the two, numbers of
+    entries differ far more from mask to mask.
+    """
+    return min(1 + 4 * (factor - 1), 2 * factor)
+
+
 def capacity(minimum: int | None = 0) -> dict[str, int | None]:
     """Marks a field that need only be large enough, rounded up to buckets unless ``minimum`` is None."""
     return {"capacity": minimum}

@@ -18,6 +18,7 @@ from magi_jax.plan.sizes import (
     Sizes,
     bucket,
     capacity,
+    entries_factor,
     rounded,
     union_of,
 )
@@ -208,12 +209,14 @@ class PlanSpec(Sizes):
         )
 
     def scaled(self, factor: float) -> "PlanSpec":
-        """The same with capacities ``factor`` times as large: room for masks not seen yet.
+        """The same with room for ``factor`` times as many rows, and for more entries of tables
+        (`sizes.entries_factor`): for masks not seen yet.
 
         Buffers whose size follows from the dispatch keep it, no rank gets room for more rows than others
         hold and no pair for more than one of them holds, and segments and pieces are enough for whole
         chunks in any order.
         """
+        entries = entries_factor(factor)
         num_chunks = -(-self.seq_len // self.chunk_size)
         chunks = -(-num_chunks // self.cp_size)  # of a rank, at most
 
@@ -221,7 +224,7 @@ class PlanSpec(Sizes):
             # Whether tokens stay where they are differs most of all, from none to all of a rank's.
             self_rows = max(spec.self_rows, spec.src_rows)
             # A chunk meets at most two ranks of the contiguous layout, and three chunks when rolled.
-            pieces = bucket(max(3 * chunks, math.ceil(spec.pieces * factor)), MIN_ENTRIES)
+            pieces = bucket(max(3 * chunks, math.ceil(spec.pieces * entries)), MIN_ENTRIES)
             return dataclasses.replace(
                 grown(spec, factor), dst_rows=spec.dst_rows, self_rows=self_rows, pieces=pieces
             )
@@ -229,7 +232,7 @@ class PlanSpec(Sizes):
         def staged(stages: StagesSpec) -> StagesSpec:
             comm = tuple(grown(c, factor) for c in stages.comm)
             k_lens = (stages.calc[0].k_len, *(spec.dst_rows for spec in comm))
-            tables = (rounded(table, None, factor) for table in stages.calc)
+            tables = (_roomy(table, factor) for table in stages.calc)
             calc = (
                 dataclasses.replace(t, q_len=self.local_len, k_len=n)
                 for t, n in zip(tables, k_lens, strict=True)
@@ -247,7 +250,7 @@ class PlanSpec(Sizes):
                 dst_rows=max(min(arriving, most), late.comm.dst_rows),
                 self_rows=max(self_rows, late.comm.self_rows),
             )
-            calc = rounded(late.calc, None, factor)
+            calc = _roomy(late.calc, factor)
             calc = dataclasses.replace(calc, q_len=self.local_len, k_len=comm.dst_rows)
             rows = late.shared_rows
             if rows is not None:
@@ -257,14 +260,14 @@ class PlanSpec(Sizes):
 
         def travelled(travel: TravelSpec) -> TravelSpec:
             comm = grown(travel.comm, factor)
-            calc = rounded(travel.calc, None, factor)
+            calc = _roomy(travel.calc, factor)
             calc = dataclasses.replace(calc, q_len=comm.dst_rows, k_len=self.local_len)
             return TravelSpec(calc, comm)
 
         forward = staged(self.forward_stages)
         return dataclasses.replace(
             self,
-            segments=bucket(max(chunks, math.ceil(self.segments * factor)), MIN_SEGMENTS),
+            segments=bucket(max(chunks, math.ceil(self.segments * entries)), MIN_SEGMENTS),
             calc=forward.calc,
             comm=forward.comm,
             late=forward.late,
@@ -273,3 +276,15 @@ class PlanSpec(Sizes):
             transfer=moved(self.transfer),
             rolls=tuple(map(moved, self.rolls)),
         )
+
+
+def _roomy(table: TableSpec, factor: float) -> TableSpec:
+    """Sizes of a table with room for what goes with ``factor`` times as many rows."""
+    wide = rounded(table, None, entries_factor(factor))
+    # Ids take 4 bytes, and there is one for each slice and tile that meet: no number differs more.
+    twice = 2 if factor > 1 else 1
+    return dataclasses.replace(
+        wide,
+        query_ids=bucket(twice * wide.query_ids, MIN_ENTRIES),
+        key_ids=bucket(twice * wide.key_ids, MIN_ENTRIES),
+    )
