@@ -47,7 +47,9 @@ def window(value: Any, causal: bool = False) -> tuple[int, int]:
         value = (None, None)
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValueError(f"window must be (left, right), None for unbounded; got {value!r}")
-    left, right = (UNBOUNDED if side is None else length("window", side) for side in value)
+    left, right = (UNBOUNDED if side is None else integer("window", side) for side in value)
+    if left < 0 or right < 0:
+        raise ValueError(f"window must not be negative (None is unbounded); got {value!r}")
     return left, min(right, 0) if causal else right
 
 

@@ -77,7 +77,10 @@ def test_overlap_names_both_slices_and_a_cell():
         (lambda: masks.varlen([1.5]), "lengths must be integers"),
         (lambda: masks.varlen([1], k_lengths=[1, 2]), "equally many; got 1 and 2"),
         (lambda: masks.varlen([3], window=3), "window must be .left, right.*got 3"),
-        (lambda: masks.varlen([3], window=(-1, 0)), "window must not be negative; got -1"),
+        (
+            lambda: masks.varlen([3], window=(-1, 0)),
+            r"window must not be negative \(None is unbounded\); got \(-1, 0\)",
+        ),
         (lambda: masks.local(4, window=(1, 0.5)), "window must be an integer; got 0.5"),
         (lambda: masks.local(4, window=(1, 0), global_prefix=-1), "global_prefix must not"),
         (lambda: masks.block_causal([2, 2], frames_per_document=[3]), "2 frame_lengths; got 3"),
