@@ -249,7 +249,7 @@ def torch_flex(case: Case) -> Passes:
 
     mask = None
     if case.kind != "full":
-        mask = create_block_mask(visible, None, None, length, length, device="cuda", _compile=True)
+        mask = create_block_mask(visible, None, None, length, length, device="cuda")
     compiled = torch.compile(flex_attention)
     return _torch_passes(lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=True), case)
 
