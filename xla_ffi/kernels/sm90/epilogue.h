@@ -38,12 +38,31 @@ struct RowResults {
   float lse_log2[2];  // in powers of two; -inf for rows without keys
 };
 
+// Loads and stores under a predicate, where the compiler would branch and wait for each in turn.
+
+__device__ __forceinline__ float2 LoadPair(const float2* address, bool on) {
+  float2 pair;
+  asm volatile(
+      "{\n.reg .pred on;\nsetp.ne.b32 on, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+      "@on ld.global.v2.f32 {%0, %1}, [%2];\n}\n"
+      : "=&f"(pair.x), "=&f"(pair.y)
+      : "l"(address), "r"(static_cast<int>(on))
+      : "memory");
+  return pair;
+}
+
 __device__ __forceinline__ void StorePair(void* address, uint32_t x, uint32_t y, bool on) {
-  // A predicate, where the compiler would branch and wait for each store's operands in turn.
   asm volatile(
       "{\n.reg .pred on;\nsetp.ne.b32 on, %3, 0;\n@on st.global.v2.b32 [%0], {%1, %2};\n}\n" ::"l"(
           address),
       "r"(x), "r"(y), "r"(static_cast<int>(on))
+      : "memory");
+}
+
+__device__ __forceinline__ void StoreFloat(float* address, float x, bool on) {
+  asm volatile(
+      "{\n.reg .pred on;\nsetp.ne.b32 on, %2, 0;\n@on st.global.f32 [%0], %1;\n}\n" ::"l"(address),
+      "f"(x), "r"(static_cast<int>(on))
       : "memory");
 }
 
@@ -57,18 +76,24 @@ struct Epilogue {
   static __device__ __forceinline__ RowResults CloseSums(const KernelParams& params,
                                                          const TileNote& tile, int row_in_tile,
                                                          float scale_log2, const RowStats& stats) {
+    // Both rows step by step, without branches: each step waits for the one before.
     RowResults results;
+    const float sums[2] = {QuadSum(stats.sum[0]), QuadSum(stats.sum[1])};
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float sum = QuadSum(stats.sum[row]);
       // Not `sum > 0`: a NaN must reach the output.
-      results.weights[row] = sum == 0.0f ? 0.0f : Reciprocal(sum);
-      const float top = stats.reference[row];
-      results.lse_log2[row] = sum == 0.0f ? -INFINITY : top + Log2(sum);
+      const bool is_empty = sums[row] == 0.0f;
+      results.weights[row] = is_empty ? 0.0f : Reciprocal(sums[row]);
+      results.lse_log2[row] = is_empty ? -INFINITY : stats.reference[row] + Log2(sums[row]);
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
       const RowPlace place(params, tile, row_in_tile + 8 * row);
-      if (place.inside && threadIdx.x % 4 == 0) {
-        if (!params.merges) params.lse[place.index] = results.lse_log2[row] * kLn2;
-        if (params.row_max != nullptr) params.row_max[place.index] = sum == sum ? top * kLn2 : sum;
+      const bool writes = place.inside && threadIdx.x % 4 == 0;
+      StoreFloat(params.lse + place.index, results.lse_log2[row] * kLn2, writes && !params.merges);
+      if (params.row_max != nullptr) {
+        const float top = stats.reference[row] * kLn2;
+        StoreFloat(params.row_max + place.index, sums[row] == sums[row] ? top : sums[row], writes);
       }
     }
     return results;
@@ -90,7 +115,7 @@ struct Epilogue {
       const RowPlace place(params, tile, row_in_tile + 8 * row);
       Shares shares = {1.0f, 0.0f};
       if (params.merges) shares = Merge(params, place, results.lse_log2[row] * kLn2);
-      float* out = static_cast<float*>(params.out) + place.index * Traits::kVHeadDim;
+      float* out = static_cast<float*>(params.out) + int64_t{place.index} * Traits::kVHeadDim;
       const bool adds = params.merges && place.inside;
       const float weight = results.weights[row] * shares.added;
       StoreFloats(out, place.inside, adds, row, weight, shares.earlier, o);
@@ -105,38 +130,38 @@ struct Epilogue {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const RowPlace place(params, tile, row_in_tile + 8 * row);
-      Element* out = static_cast<Element*>(params.out) + place.index * Traits::kVHeadDim;
+      Element* out = static_cast<Element*>(params.out) + int64_t{place.index} * Traits::kVHeadDim;
       StoreElements(out, place.inside, row, results.weights[row], o);
     }
   }
 
  private:
   struct RowPlace {
-    int64_t index;  // of the (token, head) pair
+    int index;  // of the (token, head) pair; 2^31 of them are more than a device holds
     bool inside;
     __device__ __forceinline__ RowPlace(const KernelParams& params, const TileNote& tile,
                                         int packed_row) {
       const int token = tile.token + (packed_row >> params.pack_log2);
       const int head = tile.head + (packed_row & ((1 << params.pack_log2) - 1));
-      index = static_cast<int64_t>(token) * params.num_heads + head;
+      index = token * params.num_heads + head;
       inside = token < params.q_len;
     }
   };
 
-  // Whether some row of the warp has an output that is not finite although its sum is: then a
-  // value is not finite, and the row need not see it.
+  // Whether outputs of the warp are not finite although the sum of some row is: then a value is not
+  // finite, and the row need not see it. Such a value spoils all rows of a tile in its column,
+  // hidden or not, so that one of a thread's two is looked at.
   static __device__ __forceinline__ bool IsSpoiled(const float (&lse_log2)[2],
                                                    const float (&o)[kCount]) {
-    float probes[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of row i / 2; NaN once an output is not finite
+    float probes[2] = {0.0f, 0.0f};  // NaN once an output is not finite
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) probes[i % 4] = fmaf(o[i], 0.0f, probes[i % 4]);
-    bool spoiled = false;
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const float probe = probes[2 * row] + probes[2 * row + 1];
-      spoiled |= probe != probe && lse_log2[row] < INFINITY;
+    for (int i = 0; i < kCount; i += 4) {
+      probes[0] = fmaf(o[i], 0.0f, probes[0]);
+      probes[1] = fmaf(o[i + 1], 0.0f, probes[1]);
     }
-    return __any_sync(0xFFFFFFFF, spoiled);
+    const float probe = probes[0] + probes[1];
+    const bool is_finite = lse_log2[0] < INFINITY || lse_log2[1] < INFINITY;
+    return __any_sync(0xFFFFFFFF, probe != probe && is_finite);
   }
 
   // Writes 16 columns at a time, of which each thread has two of the left half and two of the
@@ -156,18 +181,26 @@ struct Epilogue {
     }
   }
 
-  // Writes a row; if it `adds`, together with `earlier` times what is there.
+  // Writes a row; if it `adds`, together with `earlier` times what is there. Several loads are
+  // under way at a time.
   static __device__ __forceinline__ void StoreFloats(float* out, bool inside, bool adds, int row,
                                                      float weight, float earlier,
                                                      const float (&o)[kCount]) {
+    constexpr int kPairs = kCount / 4, kBatch = kPairs % 8 == 0 ? 8 : 6;
+    static_assert(kPairs % kBatch == 0);
     float2* destination = reinterpret_cast<float2*>(out) + threadIdx.x % 4;
 #pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
-      const int i = 4 * j + 2 * row;
-      const float2 there = adds ? destination[4 * j] : float2{};
-      const float2 columns = make_float2(fmaf(there.x, earlier, o[i] * weight),
-                                         fmaf(there.y, earlier, o[i + 1] * weight));
-      if (inside) destination[4 * j] = columns;
+    for (int first = 0; first < kPairs; first += kBatch) {
+      float2 there[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) there[j] = LoadPair(destination + 4 * (first + j), adds);
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int i = 4 * (first + j) + 2 * row;
+        const float x = fmaf(there[j].x, earlier, o[i] * weight);
+        const float y = fmaf(there[j].y, earlier, o[i + 1] * weight);
+        StorePair(destination + 4 * (first + j), __float_as_uint(x), __float_as_uint(y), inside);
+      }
     }
   }
 

@@ -57,19 +57,20 @@ struct Consumer {
 
   __device__ __forceinline__ void Work() {
     WaitForKeys();
-    int flags = shared.notes[0].header.flags;
+    const BlockHeader first = shared.notes[0].header;
+    int flags = first.flags;
     if (flags & kEndOfWork) return;
 
-    flags |= FirstStep(flags);
+    flags |= FirstStep(first);
     if (warpgroup == 1) NamedBarrierArrive(kTurnBarrier, 256);
 
     while (true) {
       WaitForKeys();
-      const int next_flags = shared.notes[SlotOf<kNotes>(blocks)].header.flags;
-      if (Traits::kLazy) key_start = shared.notes[SlotOf<kNotes>(blocks)].header.key_start;
-      if (next_flags & kEndOfWork) break;
-      const int kept = Step(flags, next_flags);
-      flags = next_flags | kept | (next_flags & kFirstBlock ? kClosesTile : 0);
+      const BlockHeader next = shared.notes[SlotOf<kNotes>(blocks)].header;
+      if (Traits::kLazy) key_start = next.key_start;
+      if (next.flags & kEndOfWork) break;
+      const int kept = Step(flags, next);
+      flags = next.flags | kept | (next.flags & kFirstBlock ? kClosesTile : 0);
     }
     if (flags & kClosesTile) StoreTile();
 
@@ -86,12 +87,13 @@ struct Consumer {
 
  private:
   // QK and softmax of the first block of all, which has no PV beside it. Returns KeptReferences().
-  __device__ __forceinline__ int FirstStep(int flags) {
+  __device__ __forceinline__ int FirstStep(const BlockHeader& block) {
+    const int flags = block.flags;
     WaitForQueries();
     StartTile();
     float s[kLogits], rescale[2];
     RowMask<kLogits / 2> rows[2];
-    if (flags & kMaskedBlock) MaskRows(rows);
+    if (flags & kMaskedBlock) MaskRows(block, rows);
     WgmmaFence();
     IssueQK(s);
     WgmmaCommit();
@@ -106,7 +108,8 @@ struct Consumer {
 
   // PV of one block beside QK and softmax of the next. Returns kKeepsReferences if those of the
   // next block's rows may be kept in the block after it.
-  __device__ __forceinline__ int Step(int flags, int next_flags) {
+  __device__ __forceinline__ int Step(int flags, const BlockHeader& next) {
+    int next_flags = next.flags;
     if (next_flags & kFirstBlock) WaitForQueries();
     float s[kLogits];
     if (Traits::kTurns == Turns::kProducts) TakeTurn();
@@ -123,7 +126,7 @@ struct Consumer {
       StartTile();
     }
     RowMask<kLogits / 2> rows[2];
-    if (__builtin_expect(next_flags & kMaskedBlock, 0)) MaskRows(rows);
+    if (__builtin_expect(next_flags & kMaskedBlock, 0)) MaskRows(next, rows);
     Forget(flags);
     WaitForValues();
     IssuePV(flags);
@@ -319,9 +322,9 @@ struct Consumer {
   }
 
   // What this thread's rows see of the block whose logits are at hand.
-  __device__ __forceinline__ void MaskRows(RowMask<kLogits / 2> (&rows)[2]) {
+  __device__ __forceinline__ void MaskRows(const BlockHeader& block,
+                                           RowMask<kLogits / 2> (&rows)[2]) {
     const BlockNote& note = shared.notes[SlotOf<kNotes>(blocks)];
-    const BlockHeader block = note.header;
     const int lane_column = threadIdx.x % 4 * 2;
     const int queries[2] = {tile.token + (thread_row >> params.pack_log2),
                             tile.token + ((thread_row + 8) >> params.pack_log2)};
