@@ -86,7 +86,8 @@ struct ScratchLayout {
 
 bool MayBeDocuments(const Problem& problem, bool fixed_order, bool rounds_dq) {
   return TakesDocuments(problem.head_dim, problem.logits_soft_cap != 0.0f) && !fixed_order &&
-         rounds_dq && problem.num_slices > 1 && problem.num_slices <= kMostDocuments &&
+         rounds_dq && problem.num_slices <= kMostDocuments &&
+         problem.num_slices * int64_t{problem.num_heads} >= kDocumentsPerSm * kDocumentBlocks &&
          problem.q_len / problem.num_slices <= kLongestMeanDocument;
 }
 
@@ -150,7 +151,7 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
     params.num_document_items = params.counter + 2;
     params.document_counter = params.counter + 3;
     // dQ itself is not used then.
-    params.query_sums = reinterpret_cast<float4*>(scratch + at.dq_sum);
+    params.query_sums = reinterpret_cast<uint8_t*>(scratch + at.dq_sum);
     const size_t slot_bytes = sizeof(float) * BlockQueries(problem.head_dim) * problem.head_dim;
     params.sum_slots = static_cast<int>(
         std::min<size_t>(QueryGradientBytes(problem) / (slot_bytes * kDocumentBlocks), kSumSlots));
@@ -201,9 +202,10 @@ cudaError_t Prepare(const BackwardParams& backward, const BackwardKernelParams& 
   const bool has_sums = problem.num_heads > problem.num_kv_heads;
   const bool clears_sums = has_sums && key_words + value_words <= kMostSumWords;
   const int64_t query_words = int64_t{problem.q_len} * problem.num_heads * problem.head_dim / 4;
-  const bool clears_queries = !backward.accumulate && (query_words <= kMostQueryWords ||
-                                                       params.num_document_items != nullptr);
-  if (!backward.accumulate && !clears_queries) {
+  const bool clears_queries = !backward.accumulate && query_words <= kMostQueryWords;
+  // Documents do not use dQ.
+  const bool clears_by_plan = !clears_queries && params.num_document_items != nullptr;
+  if (!backward.accumulate && !clears_queries && !clears_by_plan) {
     const cudaError_t cleared = ClearGradient(backward.dq, DType::kF32, problem.q_len,
                                               problem.num_heads, problem.head_dim, stream);
     if (cleared != cudaSuccess) return cleared;
@@ -220,10 +222,13 @@ cudaError_t Prepare(const BackwardParams& backward, const BackwardKernelParams& 
       num_sms};
   PrepareBackward<<<num_sms + 1, kPlanThreads, 0, stream>>>(params, preparation);
   const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess || !has_sums || clears_sums) return error;
+  const bool clears_split = has_sums && !clears_sums;
+  if (error != cudaSuccess || !(clears_split || clears_by_plan)) return error;
   const dim3 tiles(NumTiles(problem), MergeBlocks(NumTiles(problem)));
-  ClearSplitTiles<<<tiles, kMergeThreads, 0, stream>>>(params, TileKeys(problem.head_dim),
-                                                       problem.head_dim, problem.v_head_dim);
+  const Zeros queries = {reinterpret_cast<float4*>(backward.dq), clears_by_plan ? query_words : 0};
+  ClearByPlan<<<tiles, kMergeThreads, 0, stream>>>(params, TileKeys(problem.head_dim),
+                                                   problem.head_dim, problem.v_head_dim,
+                                                   clears_split, queries);
   return cudaGetLastError();
 }
 

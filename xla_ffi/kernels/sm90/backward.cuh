@@ -44,13 +44,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       BarrierInit(&shared.dout_empty[i], Traits::kConsumerArrivals);
     }
     for (int i = 0; i < Traits::kConsumers; ++i) {
-      if constexpr (Traits::kDocuments) {
-        BarrierInit(&shared.dq_full[i], 32);
-        BarrierInit(&shared.dq_empty[i], Traits::kGroupArrivals);
-      } else {
-        BarrierInit(&shared.dq_full[i], Traits::kGroupArrivals);
-        BarrierInit(&shared.dq_empty[i], Traits::kOrdered ? Traits::kProducerArrivals : 1);
-      }
+      BarrierInit(&shared.dq_full[i], Traits::kGroupArrivals);
+      BarrierInit(&shared.dq_empty[i], Traits::kOrdered ? Traits::kProducerArrivals : 1);
+      BarrierInit(&shared.sums_full[i], 1);
     }
     if constexpr (Traits::kPaired) {
       BarrierInit(&shared.pair.full, Traits::kGroupArrivals);
@@ -75,7 +71,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           .Work();
     } else if (warp <= Traits::kConsumers) {
       if constexpr (Traits::kDocuments) {
-        BringQuerySums<Traits>(params, shared, warp - 1);
+        CarryQueryGradients<Traits>(params, shared, warp - 1);
       } else {
         AddGradients<Traits>(params, dq_map, dk_map, dv_map, shared, warp - 1);
       }

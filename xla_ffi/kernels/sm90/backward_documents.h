@@ -169,49 +169,67 @@ struct DocumentProducer : QueryProducer<Traits> {
   }
 };
 
-// Where a consumer keeps what it has of a block's dQ: float4s of [kGradientBytes / 2048][128
-// threads].
+// Where a thread block keeps what a consumer has of a block's dQ.
 template <typename Traits>
-__device__ __forceinline__ float4* QuerySum(const BackwardKernelParams& params, int slot,
-                                            int consumer) {
+__device__ __forceinline__ uint8_t* QuerySum(const BackwardKernelParams& params, int slot,
+                                             int consumer) {
   const int64_t at = int64_t{blockIdx.x} * params.sum_slots + slot;
-  return params.query_sums + (at * Traits::kConsumers + consumer) * (Traits::kGradientBytes / 16);
+  return params.query_sums + (at * Traits::kConsumers + consumer) * Traits::kGradientBytes;
 }
 
-// One warp for each consumer: brings what earlier tiles gave to a block's dQ to shared memory.
+// One warp for each consumer: brings what earlier tiles gave to a block's dQ, and takes away what
+// the consumer makes of it, so that consumers, whose fences wait for all that they write, never
+// write to global memory.
 template <typename Traits>
-__device__ void BringQuerySums(const BackwardKernelParams& params, BackwardStorage<Traits>& shared,
-                               int consumer) {
+__device__ void CarryQueryGradients(const BackwardKernelParams& params,
+                                    BackwardStorage<Traits>& shared, int consumer) {
   const int lane = threadIdx.x % 32;
-  StageRing<Traits::kStages> ring, before;
+  uint8_t* const place = shared.dq[consumer];
+  StageRing<Traits::kStages> ring;
   uint32_t parity = 0;
-  // Where the two blocks before keep their dQ: all earlier ones were given back before this one
-  // came.
-  int kept[2] = {-1, -1};
-  static_assert(Traits::kStages == 3);
+  int last_slot = -1;  // to which the block before was taken
   while (true) {
     BarrierWait(&shared.q_full[ring.slot], ring.parity);
-    const int flags = shared.notes[ring.slot].header.flags;
-    const int slot = shared.notes[ring.slot].header.sum_slot;
+    const QueryBlockHeader& header = shared.notes[ring.slot].header;
+    const int flags = header.flags, slot = header.sum_slot, head = header.head;
+    const int query = header.query_start, first = header.first_row, end = header.end_row;
     if (flags & kEndOfWork) break;
-    if (flags & kBeganBefore && !(flags & kEmptyTile)) {
-      if (slot == kept[0] || slot == kept[1])
-        BarrierWait(&shared.q_empty[before.slot], before.parity);
-      BarrierWait(&shared.dq_empty[consumer], parity ^ 1);
-      parity ^= 1;
-      const float4* const from = QuerySum<Traits>(params, slot, consumer) + lane;
-      const uint32_t to = SharedAddress(shared.dq[consumer]) + lane * 16;
-#pragma unroll 8
-      for (int i = 0; i < Traits::kGradientBytes / 512; ++i) CopyWord(to + i * 512, from + i * 32);
-      ArriveAfterCopies(&shared.dq_full[consumer]);
-    }
     __syncwarp();
     if (kEveryLaneArrives || lane == 0) BarrierArrive(&shared.q_empty[ring.slot]);
-    before = ring;
-    kept[1] = kept[0];
-    kept[0] = flags & kEndsLater ? slot : -1;
     ring.Advance();
+    if (flags & kEmptyTile) continue;
+    if (lane == 0 && flags & kBeganBefore) {
+      if (slot == last_slot) {
+        WaitBoxes();
+      } else {
+        WaitBoxesButLast();
+      }
+      BarrierArriveExpect(&shared.sums_full[consumer], Traits::kGradientBytes);
+      CopyBytes(place, QuerySum<Traits>(params, slot, consumer), Traits::kGradientBytes,
+                &shared.sums_full[consumer]);
+    }
+    BarrierWait(&shared.dq_full[consumer], parity);
+    parity ^= 1;
+    if (flags & kEndsLater) {
+      if (lane == 0)
+        TakeBytes(QuerySum<Traits>(params, slot, consumer), place, Traits::kGradientBytes);
+    } else {
+      for (int row = lane; row < Traits::kGradientRows; row += 32) {
+        if (query + row < first || query + row >= end) continue;
+        const int64_t at =
+            (static_cast<int64_t>(query + row) * params.num_heads + head) * Traits::kHeadDim +
+            consumer * Traits::kGradientColumns;
+        TakeBytes(static_cast<typename Traits::Element*>(params.dq_rounded) + at,
+                  place + row * Traits::kRoundedBytes, Traits::kGradientColumns * 2);
+      }
+    }
+    last_slot = flags & kEndsLater ? slot : -1;
+    CommitBoxes();
+    WaitBoxesRead();
+    __syncwarp();
+    if (lane == 0) BarrierArrive(&shared.dq_empty[consumer]);
   }
+  WaitBoxes();
 }
 
 }  // namespace magi_jax::sm90

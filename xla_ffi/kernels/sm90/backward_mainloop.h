@@ -302,40 +302,43 @@ struct GradientConsumer : BlockConsumer<Traits> {
     }
   }
 
-  // A document's: goes to scratch until the last tile writes it.
+  // A document's: added to what earlier tiles gave, and left for the warp that carries it, rounded
+  // where it is complete.
   __device__ __forceinline__ void PassQueryGradient(float (&dq)[kGradients],
                                                     const QueryBlockHeader& header) {
-    const int lane = thread % 128;
+    uint8_t* const place = shared.dq[warpgroup];
+    float4* const sums = reinterpret_cast<float4*>(place) + thread % 128;
     if (header.flags & kBeganBefore) {
-      BarrierWait(&shared.dq_full[warpgroup], sum_parity);
+      BarrierWait(&shared.sums_full[warpgroup], sum_parity);
       sum_parity ^= 1;
-      const float4* const sums = reinterpret_cast<const float4*>(shared.dq[warpgroup]) + lane;
 #pragma unroll
       for (int i = 0; i < kGradients / 4; ++i) {
         const float4 sum = sums[i * 128];
         dq[4 * i] += sum.x, dq[4 * i + 1] += sum.y, dq[4 * i + 2] += sum.z, dq[4 * i + 3] += sum.w;
       }
-      Release(&shared.dq_empty[warpgroup]);
+      // Rounded rows lie where others read.
+      if (!(header.flags & kEndsLater)) NamedBarrierSync(kTurnBarrier + warpgroup, 128);
+    } else {
+      BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot);
     }
     if (header.flags & kEndsLater) {
-      float4* const sums = QuerySum<Traits>(params, header.sum_slot, warpgroup) + lane;
 #pragma unroll
       for (int i = 0; i < kGradients / 4; ++i)
         sums[i * 128] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-      return;
-    }
-    const float factor = Traits::kScaledDifference ? 1.0f : params.scale;
-    const int first = header.query_start + 16 * (lane / 32) + QueryOfRow(lane % 32 / 4);
+    } else {
+      const float factor = Traits::kScaledDifference ? 1.0f : params.scale;
+      const int lane = thread % 32, row = 16 * (thread / 32 % 4) + QueryOfRow(lane / 4);
+      uint8_t* const words = place + row * Traits::kRoundedBytes + lane % 4 * 4;
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const int query = first + 8 * row;
-      Element* const out =
-          static_cast<Element*>(params.dq_rounded) +
-          (static_cast<int64_t>(query) * params.num_heads + header.head) * Traits::kHeadDim +
-          warpgroup * Traits::kGradientColumns;
-      KeyGradientStore<Element, Traits::kGradientColumns>::StoreElements(
-          out, query >= header.first_row && query < header.end_row, row, dq, factor);
+      for (int i = 0; i < kGradients; i += 4) {
+        auto* const word = reinterpret_cast<uint32_t*>(words + i * 4);
+        word[0] = Pack(dq[i] * factor, dq[i + 1] * factor, Element{});
+        word[8 * Traits::kRoundedBytes / 4] =
+            Pack(dq[i + 2] * factor, dq[i + 3] * factor, Element{});
+      }
     }
+    FenceAsyncProxy();
+    Release(&shared.dq_full[warpgroup]);
   }
 
   // Of the tile's own.

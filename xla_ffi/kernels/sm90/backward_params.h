@@ -79,7 +79,7 @@ struct BackwardTraits {
   static constexpr int kProducerArrivals = kEveryLaneArrives ? 32 : 1;
   static constexpr int kGroupArrivals = kEveryLaneArrives ? 128 : 4;
   static constexpr int kConsumerArrivals = kGroupArrivals * kConsumers;
-  // By which the warps that bring sums of documents give notes back.
+  // By which the warps that carry dQ of documents give notes back.
   static constexpr int kSumArrivals = kDocuments ? kConsumers * kProducerArrivals : 0;
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
@@ -105,6 +105,7 @@ struct BackwardTraits {
   static constexpr int kRestColumns = kPaired ? kHeadDim / 2 - kChunk : 0;  // of the second part
   static constexpr int kGradientBox = 32;  // columns of float32 that fill 128 bytes
   static constexpr int kGradientBytes = kGradientRows * kGradientColumns * 4;
+  static constexpr int kRoundedBytes = kGradientColumns * 2 + 16;  // of a rounded row, and padding
 };
 
 // Flags of a block besides those of BlockFlags.
@@ -183,6 +184,7 @@ struct BackwardStorage {
   uint64_t q_full[Traits::kStages], q_empty[Traits::kStages];
   uint64_t dout_full[Traits::kDoutStages], dout_empty[Traits::kDoutStages];
   uint64_t dq_full[Traits::kConsumers], dq_empty[Traits::kConsumers];
+  uint64_t sums_full[Traits::kConsumers];  // of documents
 };
 
 // Position in a ring of kCount slots, with the parity of the phase that is current there.
@@ -231,7 +233,7 @@ struct BackwardKernelParams {
   int *num_cut_items, *cut_counter;  // in their place where walks are cut, or null
   // Documents, else null.
   int *num_document_items, *document_counter;
-  float4* query_sums;  // [thread blocks, sum_slots, kConsumers, kGradientBytes]
+  uint8_t* query_sums;  // [thread blocks, sum_slots, kConsumers, kGradientBytes]
   int sum_slots;
   void* dq_rounded;  // [T, N, H] in the type of the operands, or null
   void* dk;

@@ -22,6 +22,35 @@ struct Preparation {
   int block_queries, num_sms;
 };
 
+// This thread among all of a grid of tiles.
+__device__ __forceinline__ int64_t ThreadOfGrid() {
+  return (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kMergeThreads + threadIdx.x;
+}
+
+__device__ __forceinline__ int64_t ThreadsOfGrid() {
+  return int64_t{gridDim.x} * gridDim.y * kMergeThreads;
+}
+
+// Rounds words of four floats, with all threads of a grid of tiles. Several are loaded at a time:
+// the compiler would keep each load behind the stores before it.
+template <typename Element>
+__device__ __forceinline__ void RoundWords(const float4* from, uint2* to, int64_t count) {
+  constexpr int kBatch = 4;
+  const int64_t threads = ThreadsOfGrid();
+  for (int64_t i = ThreadOfGrid(); i < count; i += kBatch * threads) {
+    float4 words[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j)
+      if (i + j * threads < count) words[j] = from[i + j * threads];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (i + j * threads >= count) break;
+      to[i + j * threads] = make_uint2(Pack(words[j].x, words[j].y, Element{}),
+                                       Pack(words[j].z, words[j].w, Element{}));
+    }
+  }
+}
+
 __global__ void __launch_bounds__(kPlanThreads)
     PrepareBackward(const __grid_constant__ BackwardKernelParams params,
                     const __grid_constant__ Preparation preparation) {
@@ -51,6 +80,24 @@ __global__ void __launch_bounds__(kPlanThreads)
   }
 }
 
+// Clears what is much, and only where the plan adds to it: the sums of split tiles, where
+// `has_sums`, and dQ.
+__global__ void __launch_bounds__(kMergeThreads)
+    ClearByPlan(const __grid_constant__ BackwardKernelParams params, int tile_rows, int head_dim,
+                int v_head_dim, bool has_sums, const Zeros queries) {
+  const float4 zero = make_float4(0, 0, 0, 0);
+  if (has_sums && params.parts[blockIdx.x] != 1) {
+    const auto clear = [zero](float* sums) {
+      return [sums, zero](int64_t i) { reinterpret_cast<float4*>(sums)[i] = zero; };
+    };
+    ForRowsOfTile(params, tile_rows, head_dim, clear(params.dk_sum));
+    ForRowsOfTile(params, tile_rows, v_head_dim, clear(params.dv_sum));
+  }
+  if (queries.count == 0 || *params.num_document_items > 0) return;
+#pragma unroll 4
+  for (int64_t i = ThreadOfGrid(); i < queries.count; i += ThreadsOfGrid()) queries.words[i] = zero;
+}
+
 // What comes after it: sums of split tiles and dQ to results.
 template <typename Element>
 __global__ void __launch_bounds__(kMergeThreads)
@@ -60,13 +107,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     WriteSplitTile<Element>(params, tile_rows, head_dim, v_head_dim);
   if (params.dq_rounded == nullptr) return;
   if (params.num_document_items != nullptr && *params.num_document_items > 0) return;
-  const int64_t threads = int64_t{gridDim.x} * gridDim.y * kMergeThreads;
-  const int64_t first = (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kMergeThreads;
-  for (int64_t i = first + threadIdx.x; i < query_words; i += threads) {
-    const float4 sum = dq[i];
-    static_cast<uint2*>(params.dq_rounded)[i] =
-        make_uint2(Pack(sum.x, sum.y, Element{}), Pack(sum.z, sum.w, Element{}));
-  }
+  RoundWords<Element>(dq, static_cast<uint2*>(params.dq_rounded), query_words);
 }
 
 }  // namespace magi_jax::sm90

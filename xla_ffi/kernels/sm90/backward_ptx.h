@@ -91,15 +91,10 @@ __device__ __forceinline__ void CopyBytes(void* destination, const void* source,
       : "memory");
 }
 
-// Copies 16 bytes to shared memory, beside what the thread does.
-__device__ __forceinline__ void CopyWord(uint32_t destination, const void* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source)
-               : "memory");
-}
-
-// Arrives when all copies of words that this thread started are done.
-__device__ __forceinline__ void ArriveAfterCopies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
+// Copies contiguous bytes, a multiple of 16, from shared memory.
+__device__ __forceinline__ void TakeBytes(void* destination, const void* source, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
+               "r"(SharedAddress(source)), "r"(bytes)
                : "memory");
 }
 
@@ -125,6 +120,11 @@ __device__ __forceinline__ void CommitBoxes() {
 // Waits until shared memory of all committed boxes has been read.
 __device__ __forceinline__ void WaitBoxesRead() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Waits until all committed boxes but those of the last group are where they go.
+__device__ __forceinline__ void WaitBoxesButLast() {
+  asm volatile("cp.async.bulk.wait_group 1;" ::: "memory");
 }
 
 // Waits until all committed boxes have been added.

@@ -19,15 +19,16 @@ namespace magi_jax::sm90 {
 constexpr int kPlanThreads = 1024;
 constexpr int kItemsPerSm = 10;   // at least, while items are not too short
 constexpr int kShortestItem = 8;  // blocks of an item at least, however little there is to do
-// Below this share of an SM, in blocks, who ends last decides how long it takes. Then what an item
-// costs besides its blocks counts: in blocks, where its tile is whole and where it is split.
-constexpr int kShortShare = 1000, kWholeItemCost = 3, kSplitItemCost = 6;
+// Below this share of an SM, in blocks (that of tiles of about the same length), who ends last
+// decides how long it takes. Then what an item costs besides its blocks counts: in blocks, where
+// its tile is whole and where it is split.
+constexpr int kShortShare = 400, kShortAlikeShare = 1000;
+constexpr int kWholeItemCost = 3, kSplitItemCost = 6;
 constexpr int kItemLimits = 14;  // that are compared: 8, 12, 16, 24, ... 768 blocks
 constexpr int kMergeThreads = 256;
 
-// Thread blocks that clear or round a tile's sums: few where there are many tiles, most of which
-// are not split.
-constexpr int MergeBlocks(int num_tiles) { return num_tiles <= 64 ? 32 : num_tiles <= 256 ? 8 : 4; }
+// Thread blocks that clear or round a tile's sums.
+constexpr int MergeBlocks(int num_tiles) { return num_tiles <= 16 ? 128 : 32; }
 
 // Blocks that a table tile walks for one head, at most; a table may be hostile.
 __device__ __forceinline__ int BlocksOfTile(const TileRuns& by_key, int table_tile, int q_len,
@@ -116,13 +117,16 @@ struct TileStats {
   int most_blocks;                // of one tile and head
   bool any_split;
 
+  __device__ __forceinline__ bool AreAlike(int num_tiles) const {
+    return int64_t{most_blocks} * num_tiles * 5 <= static_cast<int64_t>(all_blocks) * 7;
+  }
+
   // Where all tiles walk about the same number of blocks, splitting them would balance nothing.
   __device__ __forceinline__ bool StaysWhole(const BackwardKernelParams& params, int num_tiles,
                                              int group, int num_sms) const {
-    const bool alike = int64_t{most_blocks} * num_tiles * 5 <= static_cast<int64_t>(all_blocks) * 7;
     const bool enough = int64_t{num_tiles} * params.num_kv_heads * 10 >= int64_t{num_sms} * 9;
     const bool fits = int64_t{most_blocks} * group <= params.item_blocks;
-    return alike && enough && fits;
+    return AreAlike(num_tiles) && enough && fits;
   }
 
   // More blocks than this in an item and its tile is split.
@@ -212,8 +216,9 @@ __device__ void PlanWork(const BackwardKernelParams& params, int block_queries, 
   }
   __syncthreads();
   int item_blocks = stats.ItemBlocks(params, num_tiles, group, num_sms);
+  const int short_share = stats.AreAlike(num_tiles) ? kShortAlikeShare : kShortShare;
   const bool is_short =
-      static_cast<int64_t>(stats.all_blocks) * params.num_heads < int64_t{kShortShare} * num_sms;
+      static_cast<int64_t>(stats.all_blocks) * params.num_heads < int64_t{short_share} * num_sms;
   if (is_short && !ordered && !stats.StaysWhole(params, num_tiles, group, num_sms))
     item_blocks = FastestItemBlocks(params, blocks_of, num_tiles, num_sms);
   // Where items wait for each other all tiles are split alike, so that they stand in one order for
@@ -309,18 +314,6 @@ __device__ __forceinline__ void ForRowsOfTile(const BackwardKernelParams& params
        i += gridDim.y * kMergeThreads) {
     step(i);
   }
-}
-
-// Zeroes the sums of split tiles.
-__global__ void __launch_bounds__(kMergeThreads)
-    ClearSplitTiles(const __grid_constant__ BackwardKernelParams params, int tile_rows,
-                    int head_dim, int v_head_dim) {
-  if (params.parts[blockIdx.x] == 1) return;
-  const auto clear = [](float* sums) {
-    return [sums](int64_t i) { reinterpret_cast<float4*>(sums)[i] = make_float4(0, 0, 0, 0); };
-  };
-  ForRowsOfTile(params, tile_rows, head_dim, clear(params.dk_sum));
-  ForRowsOfTile(params, tile_rows, v_head_dim, clear(params.dv_sum));
 }
 
 // Rounds the sums of tile blockIdx.x to results.
