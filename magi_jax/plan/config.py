@@ -55,13 +55,29 @@ def settled_travelling(travelling: Any) -> Travelling:
         if travelling not in ("auto", "never"):
             raise ValueError(f'travelling must be "auto", "never" or ranges, got {travelling!r}')
         return travelling
-    ranges = tuple((operator.index(begin), operator.index(end)) for begin, end in travelling)
+    try:
+        ranges = tuple((operator.index(begin), operator.index(end)) for begin, end in travelling)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f'travelling must be "auto", "never" or ranges ((begin, end), ...), got {travelling!r}'
+        ) from None
     flat = [0, *(edge for pair in ranges for edge in pair)]
     if any(a > b for a, b in itertools.pairwise(flat)) or any(a == b for a, b in ranges):
         raise ValueError(
             f"travelling must list rising disjoint ranges (begin, end), got {travelling}"
         )
     return ranges
+
+
+def settled_roll_shifts(shifts: Any) -> tuple[int, ...]:
+    """Shifts as Python integers; raises ValueError for what is none of `PlanConfig.roll_shifts`."""
+    try:
+        settled = tuple(map(operator.index, shifts))
+    except TypeError:
+        raise ValueError(f"roll_shifts must list integers, as (-1,) does, got {shifts!r}") from None
+    if len(set(settled)) != len(settled):
+        raise ValueError(f"roll_shifts names a shift twice: {settled}")
+    return settled
 
 
 @dataclass(frozen=True)
@@ -124,9 +140,9 @@ class PlanConfig:
         self._check_two_level()
         object.__setattr__(self, "overlap", settled_overlap(self.overlap))
         object.__setattr__(self, "travelling", settled_travelling(self.travelling))
-        object.__setattr__(self, "roll_shifts", tuple(map(operator.index, self.roll_shifts)))
-        if len(set(self.roll_shifts)) != len(self.roll_shifts):
-            raise ValueError(f"roll_shifts names a shift twice: {self.roll_shifts}")
+        if not isinstance(self.cost_model, CostModel):
+            raise ValueError(f"cost_model must be a CostModel, got {self.cost_model!r}")
+        object.__setattr__(self, "roll_shifts", settled_roll_shifts(self.roll_shifts))
 
     @property
     def machine(self) -> Machine:

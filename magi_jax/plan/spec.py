@@ -215,7 +215,12 @@ class PlanSpec(Sizes):
         Buffers whose size follows from the dispatch keep it, no rank gets room for more rows than others
         hold and no pair for more than one of them holds, and segments and pieces are enough for whole
         chunks in any order.
+
+        Raises:
+            ValueError: ``factor`` is less than 1, which would leave no room for the plan itself.
         """
+        if not factor >= 1:
+            raise ValueError(f"a spec is scaled by a factor of at least 1, got {factor}")
         entries = entries_factor(factor)
         num_chunks = -(-self.seq_len // self.chunk_size)
         chunks = -(-num_chunks // self.cp_size)  # of a rank, at most

@@ -237,7 +237,7 @@ def test_refusals():
         make_plan(empty_mask(0), 2)
     with pytest.raises(ValueError, match="got 'fair'"):
         PlanConfig(dispatch="fair")
-    for travelling in ("always", ((3, 3),), ((4, 8), (6, 9)), ((5, 2),)):
+    for travelling in ("always", ((3, 3),), ((4, 8), (6, 9)), ((5, 2),), 5, (5,)):
         with pytest.raises(ValueError, match="travelling must"):
             PlanConfig(travelling=travelling)
     for overlap in (0, -1, "two", 1.5, (1,), (1, 0), (1, ()), (1, (False,)), (1, (True, 2))):
@@ -245,6 +245,12 @@ def test_refusals():
             PlanConfig(overlap=overlap)
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
         PlanConfig(chunk_size=0)
+    with pytest.raises(
+        ValueError, match=r"roll_shifts must list integers, as \(-1,\) does, got -1"
+    ):
+        PlanConfig(roll_shifts=-1)
+    with pytest.raises(ValueError, match="cost_model must be a CostModel, got 'h100'"):
+        PlanConfig(cost_model="h100")
     with pytest.raises(ValueError, match="names a shift twice"):
         PlanConfig(roll_shifts=(-1, -1))
 

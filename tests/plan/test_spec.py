@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from plan_checks import check_plan
 from test_make_plan import square_masks, varlen_causal
 
+from magi_jax import masks
 from magi_jax.plan import PlanConfig, bucket, make_plan
 
 CONFIG = PlanConfig(chunk_size=8, tile_size=16, overlap=2)
@@ -163,6 +164,12 @@ def test_padding_keeps_the_meaning(mask, tile_size, factor):
     config = dataclasses.replace(CONFIG, tile_size=tile_size, overlap=(2, 1))
     plan = make_plan(mask, 4, config)
     check_plan(plan.pad_to(plan.spec.scaled(factor)), mask)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0, float("nan")])
+def test_a_spec_is_not_made_smaller(factor):
+    with pytest.raises(ValueError, match=f"factor of at least 1, got {factor}"):
+        make_plan(masks.causal(16), 2).spec.scaled(factor)
 
 
 def test_padding_refuses_what_is_too_small():
