@@ -40,6 +40,11 @@ def ratio(case: dict, keys: tuple[str, ...], published: float | None = None) -> 
     return ours / theirs if theirs > 0 else 1.0
 
 
+def _slices(cases: list[dict], layout: str) -> float:
+    """Slices of the rank that has most, the mean over seeds."""
+    return float(np.mean([case[layout]["slices"] for case in cases]))
+
+
 def check_targets(
     effort: str, results: dict[str, list[dict]], published: dict[str, float]
 ) -> list[tuple[str, float, float]]:
@@ -87,6 +92,8 @@ def check_targets(
     )
     rows.append(("redundancy", worst(results, "balanced", "redundancy"), 1.0))
     if effort == "fast":
+        found = [_slices(c, "balanced") / _slices(c, "lpt") for c in results.values()]
+        rows.append(("slices of a rank over min-heap's, worst", max(found, default=0.0), 1.0))
         sized = [
             x["plan_ms"] for c in results.values() for x in c if 300 <= x["mask_slices"] <= 650
         ]

@@ -189,3 +189,17 @@ def test_scaled_specs_have_room_for_more_rows():
     assert wide.calc[1].k_len == wide.comm[0].dst_rows
     assert wide.covers(plan.spec)
     assert plan.spec.scaled(100.0).comm[0].dst_rows <= bucket(3 * plan.spec.local_len)
+
+
+def test_tables_get_more_room_than_buffers():
+    """Entries cost a few bytes, and differ most from mask to mask."""
+    plan = make_plan(varlen_causal([700, 900, 400, 48]), 4, PlanConfig(overlap=2))
+    wide = plan.spec.scaled(1.25)
+    for table, wider in zip(plan.spec.calc, wide.calc, strict=True):
+        assert wider.query_runs >= 2 * table.query_runs
+        assert wider.key_ids >= 4 * table.key_ids
+    for comm, wider in zip(plan.spec.comm, wide.comm, strict=True):
+        assert wider.pieces >= 2 * comm.pieces
+        assert comm.pair_rows <= wider.pair_rows <= bucket(int(1.25 * comm.pair_rows) + 1)
+    assert wide.transfer.self_rows == plan.spec.transfer.src_rows
+    assert plan.spec.scaled(1.0).calc == plan.spec.calc

@@ -61,6 +61,20 @@ def test_engines_find_the_same(name):
         assert_same(*(transfer.transfer_tables(pieces, 5, e) for e in ("compiled", "numpy")))
 
 
+@pytest.mark.parametrize("engine", ["compiled", "numpy"])
+def test_rectangles_are_joined_in_keys_and_in_queries(engine):
+    """All own chunks of a full mask are one rectangle, and so is what each stage brings to all of them."""
+    rng = np.random.default_rng(5)
+    layout = random_layout(rng, 384, 5)
+    mask = masks.full(384)
+    work = find_work(mask.slices, mask.slices[:0], layout, Keys(layout, 0), engine)
+    for count in (1, 3):
+        for stage in work.staged(count).slices:
+            assert stage.rank.tolist() == [0, 1, 2, 3, 4]
+            assert (stage.slices[:, bands.Q_START] == 0).all()
+            assert (stage.slices[:, bands.K_START] == 0).all()
+
+
 def test_splitting_keeps_every_cell_once():
     rng = np.random.default_rng(0)
     for _ in range(30):

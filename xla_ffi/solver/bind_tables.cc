@@ -60,12 +60,31 @@ py::tuple Walk(const BandSlice* slices, const std::vector<int64_t>& begin, int64
         "a slice is empty or out of range");
   const auto num_parts = static_cast<int64_t>(begin.size()) - 1;
   const int64_t num_tiles = std::max<int64_t>((length + tile_size - 1) / tile_size, 1);
+  const auto rounded = [](int64_t most, const py::object& round) {
+    return std::max(most, round.is_none() ? 0 : round(most).cast<int64_t>());
+  };
+  const auto most_of = [](const std::vector<int64_t>& counts) {
+    return counts.empty() ? 0 : *std::max_element(counts.begin(), counts.end());
+  };
+  const int64_t most = most_of(CountMeetings(slices, begin, tile_size));
+  const int64_t runs_room = rounded(most, round_runs), ids_room = rounded(most, round_ids);
   py::array_t<int32_t> ptr({num_parts, num_tiles + 1}), order({num_parts, num_tiles});
-  WalkTiles(slices, begin, length, tile_size, num_tiles, ptr.mutable_data(), order.mutable_data(),
-            walks);
-  const auto* runs = reinterpret_cast<const int32_t*>(walks->runs.data());
-  return py::make_tuple(ptr, Pad(runs, walks->runs_before, 6, round_runs),
-                        Pad(walks->ids.data(), walks->ids_before, 1, round_ids), order);
+  py::array_t<int32_t> runs({num_parts, runs_room, int64_t{6}}),
+      ids({num_parts, ids_room, int64_t{1}});
+  walks->ptr = ptr.mutable_data();
+  walks->runs = reinterpret_cast<TileRun*>(runs.mutable_data());
+  walks->ids = ids.mutable_data();
+  walks->order = order.mutable_data();
+  walks->runs_room = runs_room, walks->ids_room = ids_room;
+  WalkTiles(slices, begin, length, tile_size, num_tiles, walks);
+  // Slices of a tile whose keys abut have one run together, so that less room may do.
+  const int64_t needed = rounded(most_of(walks->num_runs), round_runs);
+  if (needed == runs_room) return py::make_tuple(ptr, runs, ids, order);
+  py::array_t<int32_t> fewer({num_parts, needed, int64_t{6}});
+  for (int64_t p = 0; p < num_parts; ++p)
+    std::copy_n(walks->runs + p * runs_room, needed,
+                reinterpret_cast<TileRun*>(fewer.mutable_data()) + p * needed);
+  return py::make_tuple(ptr, fewer, ids, order);
 }
 
 // The walk of tiles of slices [A, 6] of rising parts [A].

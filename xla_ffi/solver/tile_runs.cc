@@ -62,29 +62,38 @@ void SortByBegin(Piece* first, Piece* last) {
     for (Piece* j = i; j > first && before(*j, j[-1]); --j) std::swap(*j, j[-1]);
 }
 
-// Appends the runs of one tile, whose pieces are sorted by begin; ids are counted from `id_base`.
-void AppendRuns(const Piece* piece, const Piece* last, size_t id_base,
-                std::vector<std::pair<int32_t, int32_t>>* full, TileWalks* walks) {
+// Where the runs and ids of a part are written next, and where they begin.
+struct PartWalk {
+  TileRun *runs, *next_run;
+  int32_t *ids, *next_id;
+
+  void AddRun(TileRun run, const Piece* first, const Piece* last) {
+    run.ids_begin = static_cast<int32_t>(next_id - ids);
+    run.ids_end = static_cast<int32_t>(run.ids_begin + (last - first));
+    *next_run++ = run;
+    for (const Piece* piece = first; piece != last; ++piece) *next_id++ = piece->id;
+  }
+};
+
+// Appends the runs of one tile, whose pieces are sorted by begin.
+void AppendRuns(const Piece* piece, const Piece* last,
+                std::vector<std::pair<int32_t, int32_t>>* full, PartWalk* walk) {
   while (piece != last) {
     const Piece* const first = piece;
     if (piece + 1 == last) {  // most tiles
       const bool any = piece->full_begin < piece->full_end;
-      const auto id = static_cast<int32_t>(walks->ids.size() - id_base);
-      walks->runs.push_back({piece->begin, piece->end, any ? piece->full_begin : piece->begin,
-                             any ? piece->full_end : piece->begin, id, id + 1});
-      walks->ids.push_back(piece->id);
+      walk->AddRun({piece->begin, piece->end, any ? piece->full_begin : piece->begin,
+                    any ? piece->full_end : piece->begin, 0, 0},
+                   piece, last);
       return;
     }
-    int32_t end = piece->end;
-    for (++piece; piece != last && piece->begin <= end; ++piece) end = std::max(end, piece->end);
     TileRun run = {};
     run.begin = first->begin;
-    run.end = end;
-    run.ids_begin = static_cast<int32_t>(walks->ids.size() - id_base);
-    run.ids_end = static_cast<int32_t>(run.ids_begin + (piece - first));
+    run.end = piece->end;
+    for (++piece; piece != last && piece->begin <= run.end; ++piece)
+      run.end = std::max(run.end, piece->end);
     SetFullInterval(first, piece, full, &run);
-    for (const Piece* p = first; p != piece; ++p) walks->ids.push_back(p->id);
-    walks->runs.push_back(run);
+    walk->AddRun(run, first, piece);
   }
 }
 
@@ -113,41 +122,77 @@ void CutToTiles(const BandSlice* slices, int64_t num_slices, int64_t length, int
   ptr->back() = static_cast<int64_t>(pieces->size());
 }
 
+// The walk of one part: its entries of ptr [M + 1], and the work of each tile.
+void WalkSlices(const BandSlice* slices, int64_t num_slices, int64_t length, int64_t tile_size,
+                int32_t* ptr, std::vector<int64_t>* tile_ptr, std::vector<int64_t>* work,
+                std::vector<Piece>* pieces, PartWalk* walk) {
+  std::vector<std::pair<int32_t, int32_t>> full;
+  CutToTiles(slices, num_slices, length, tile_size, pieces, tile_ptr);
+  for (size_t t = 0; t < work->size(); ++t) {
+    Piece *first = pieces->data() + (*tile_ptr)[t], *last = pieces->data() + (*tile_ptr)[t + 1];
+    if (last - first > 1) SortByBegin(first, last);
+    (*work)[t] = 0;
+    for (const Piece* piece = first; piece != last; ++piece) (*work)[t] += piece->area;
+    *ptr++ = static_cast<int32_t>(walk->next_run - walk->runs);
+    AppendRuns(first, last, &full, walk);
+  }
+  *ptr = static_cast<int32_t>(walk->next_run - walk->runs);
+}
+
+// The same for a part of one slice, which spares pieces and their order: with long keys and few
+// slices, as under a causal mask, most parts are such.
+void WalkSlice(const BandSlice& s, int64_t length, int64_t tile_size, int32_t* ptr,
+               std::vector<int64_t>* work, PartWalk* walk) {
+  const int64_t first = s.q_start / tile_size, last = (s.q_end - 1) / tile_size;
+  const bool is_full = s.full();
+  std::fill(work->begin(), work->end(), 0);
+  for (int64_t t = 0; t <= static_cast<int64_t>(work->size()); ++t)
+    ptr[t] = static_cast<int32_t>(std::clamp<int64_t>(t - first, 0, last - first + 1));
+  for (int64_t t = first; t <= last; ++t) {
+    const int64_t start = t * tile_size, end = start + tile_size;
+    Piece piece;
+    SetPiece(s, is_full, 0, start, end, std::min(end, length), &piece);
+    AppendRuns(&piece, &piece + 1, nullptr, walk);
+    (*work)[t] = piece.area;
+  }
+}
+
 }  // namespace
 
+std::vector<int64_t> CountMeetings(const BandSlice* slices, const std::vector<int64_t>& begin,
+                                   int64_t tile_size) {
+  std::vector<int64_t> out(begin.size() - 1, 0);
+  for (size_t part = 0; part < out.size(); ++part)
+    for (int64_t i = begin[part]; i < begin[part + 1]; ++i)
+      out[part] += (slices[i].q_end - 1) / tile_size - slices[i].q_start / tile_size + 1;
+  return out;
+}
+
 void WalkTiles(const BandSlice* slices, const std::vector<int64_t>& begin, int64_t length,
-               int64_t tile_size, int64_t num_tiles, int32_t* ptr, int32_t* order,
-               TileWalks* walks) {
-  const size_t num_parts = begin.size() - 1;
+               int64_t tile_size, int64_t num_tiles, TileWalks* walks) {
   std::vector<int64_t> tile_ptr(num_tiles + 1), work(num_tiles);
-  std::vector<std::pair<int32_t, int32_t>> full;
-  int64_t num_pieces = 0;
-  for (int64_t i = begin.front(); i < begin.back(); ++i)
-    num_pieces += (slices[i].q_end - 1) / tile_size - slices[i].q_start / tile_size + 1;
-  walks->runs.clear(), walks->ids.clear(), walks->runs_before.clear(), walks->ids_before.clear();
-  walks->runs.reserve(num_pieces), walks->ids.reserve(num_pieces);
-  for (size_t part = 0; part < num_parts; ++part, order += num_tiles) {
-    CutToTiles(slices + begin[part], begin[part + 1] - begin[part], length, tile_size,
-               &walks->pieces, &tile_ptr);
-    walks->runs_before.push_back(walks->runs.size());
-    walks->ids_before.push_back(walks->ids.size());
-    for (int64_t t = 0; t < num_tiles; ++t) {
-      Piece* first = walks->pieces.data() + tile_ptr[t];
-      Piece* last = walks->pieces.data() + tile_ptr[t + 1];
-      if (last - first > 1) SortByBegin(first, last);
-      work[t] = 0;
-      for (const Piece* piece = first; piece != last; ++piece) work[t] += piece->area;
-      *ptr++ = static_cast<int32_t>(walks->runs.size() - walks->runs_before.back());
-      AppendRuns(first, last, walks->ids_before.back(), &full, walks);
+  walks->num_runs.clear();
+  for (size_t part = 0; part + 1 < begin.size(); ++part) {
+    TileRun* const runs = walks->runs + part * walks->runs_room;
+    int32_t* const ids = walks->ids + part * walks->ids_room;
+    int32_t* const ptr = walks->ptr + part * (num_tiles + 1);
+    PartWalk walk = {runs, runs, ids, ids};
+    const int64_t num_slices = begin[part + 1] - begin[part];
+    if (num_slices == 1) {
+      WalkSlice(slices[begin[part]], length, tile_size, ptr, &work, &walk);
+    } else {
+      WalkSlices(slices + begin[part], num_slices, length, tile_size, ptr, &tile_ptr, &work,
+                 &walks->pieces, &walk);
     }
-    *ptr++ = static_cast<int32_t>(walks->runs.size() - walks->runs_before.back());
+    walks->num_runs.push_back(walk.next_run - runs);
+    std::fill(walk.next_run, runs + walks->runs_room, TileRun{});
+    std::fill(walk.next_id, ids + walks->ids_room, 0);
+    int32_t* const order = walks->order + part * num_tiles;
     std::iota(order, order + num_tiles, 0);
     if (!std::is_sorted(work.rbegin(), work.rend()))
       std::stable_sort(order, order + num_tiles,
                        [&](int32_t a, int32_t b) { return work[a] > work[b]; });
   }
-  walks->runs_before.push_back(walks->runs.size());
-  walks->ids_before.push_back(walks->ids.size());
 }
 
 }  // namespace magi_jax::solver

@@ -25,21 +25,25 @@ struct TilePiece {
   int32_t id;
 };
 
-// Walks of P parts of M tiles each, one part after another, without padding. One may serve several
-// calls: its memory is as good as new, and costs a second time nothing.
+// Where walks of P parts of M tiles each are written, and memory for the pieces of one part.
 struct TileWalks {
-  std::vector<TileRun> runs;         // of all parts
-  std::vector<int64_t> runs_before;  // [P + 1] runs of the parts before
-  std::vector<int32_t> ids;          // of all parts, rows of the slices of the part
-  std::vector<int64_t> ids_before;   // [P + 1]
-  std::vector<TilePiece> pieces;     // of one part
+  int32_t* ptr;                   // [P, M + 1], from 0 in each part
+  TileRun* runs;                  // [P, runs_room]
+  int32_t* ids;                   // [P, ids_room] rows of the slices of the part
+  int32_t* order;                 // [P, M] tiles by decreasing work
+  int64_t runs_room, ids_room;    // at least as many as slices meet tiles
+  std::vector<int64_t> num_runs;  // [P]
+  std::vector<TilePiece> pieces;
 };
 
-// Walks for tight visible slices, those of part p at slices[begin[p]:begin[p + 1]]. Writes
-// ptr [P, M + 1], from 0 in each part, and order [P, M], tiles by decreasing work.
+// How often slices meet tiles, in each of the parts slices[begin[p]:begin[p + 1]]: as many ids does
+// a part take, and as many runs at most.
+std::vector<int64_t> CountMeetings(const BandSlice* slices, const std::vector<int64_t>& begin,
+                                   int64_t tile_size);
+
+// Walks for tight visible slices of the same parts; zeros behind the last entries.
 void WalkTiles(const BandSlice* slices, const std::vector<int64_t>& begin, int64_t length,
-               int64_t tile_size, int64_t num_tiles, int32_t* ptr, int32_t* order,
-               TileWalks* walks);
+               int64_t tile_size, int64_t num_tiles, TileWalks* walks);
 
 }  // namespace magi_jax::solver
 
