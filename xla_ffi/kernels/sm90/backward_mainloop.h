@@ -12,20 +12,21 @@
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_MAINLOOP_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_MAINLOOP_H_
 
-#include "xla_ffi/kernels/sm90/backward_block.h"
-#include "xla_ffi/kernels/sm90/backward_documents.h"
+#include "xla_ffi/kernels/sm90/backward_handover.h"
 
 namespace magi_jax::sm90 {
 
 template <typename Traits>
-struct GradientConsumer : BlockConsumer<Traits> {
-  using Base = BlockConsumer<Traits>;
+struct GradientConsumer : GradientHandover<Traits> {
+  using Base = GradientHandover<Traits>;
   MAGI_BLOCK_CONSUMER(Base);
-  static constexpr int kGradients = Traits::kGradientColumns / 2;
-  static constexpr int kOutputs = Traits::kHeadDim / 2;
+  using Base::EndOfKeys;
+  using Base::HandSumsOver;
+  using Base::kGradients;
+  using Base::kOutputs;
+  using Base::StoreQueryGradient;
 
   float dk[kOutputs], dv[kOutputs];
-  uint32_t sum_parity = 0;  // of what earlier tiles gave to dQ
 
   __device__ __forceinline__ GradientConsumer(const BackwardKernelParams& params,
                                               BackwardStorage<Traits>& shared)
@@ -242,108 +243,6 @@ struct GradientConsumer : BlockConsumer<Traits> {
     } else {
       Base::IssueQueryGradient(dq, queries, keys + warpgroup * kKChunkBytes);
     }
-  }
-
-  // --- shared memory ---
-
-  // The slots of dS and the phases of dQ alternate with the slots of the cotangents, whose ring
-  // stands at the next block once dS of a block is made.
-  static_assert(Traits::kDoutStages == 2);
-
-  __device__ __forceinline__ void StoreQueryGradient(float (&dq)[kGradients], int slot) {
-    PinRegisters(dq);
-    if constexpr (Traits::kDocuments) {
-      PassQueryGradient(dq, shared.notes[slot].header);
-      return;
-    }
-    const uint32_t address = PlaceOfQueryGradient();
-    BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot);
-    if (thread % 128 == 0) {
-      const QueryBlockHeader& header = shared.notes[slot].header;
-      shared.gradient_notes[warpgroup].row = header.query_start;
-      shared.gradient_notes[warpgroup].head = header.head;
-      if constexpr (Traits::kCopiesSums) shared.gradient_notes[warpgroup].target = kToQueries;
-      if constexpr (Traits::kOrdered) {
-        shared.gradient_notes[warpgroup].rank = header.rank;
-        shared.gradient_notes[warpgroup].next_row = header.next_query;
-      }
-    }
-    PlaceQueryGradient(dq, address);
-  }
-
-  // Has the copy engine add this warpgroup's 64 keys of a split tile, in parts of 64 columns. dK
-  // and dV are as many parts together as the phases of dQ's place, so that these alternate as
-  // before.
-  __device__ __forceinline__ void HandSumsOver(const float (&sums)[kOutputs], float factor,
-                                               GradientTarget target, int kv_head, int key_start) {
-    constexpr int kCount = Traits::kGradientColumns / 2, kParts = (kOutputs + kCount - 1) / kCount;
-    const int lane = thread % 32, warp = thread / 32 % 4, row = lane / 4;
-    const uint32_t address = SharedAddress(shared.dq[warpgroup]) + (16 * warp + row) * 128 +
-                             ((lane % 4 / 2 ^ row) << 4) + lane % 2 * 8;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const int turn = part + (target == kToKeys ? kParts : 0);
-      BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot ^ (turn + 1 & 1));
-      if (thread % 128 == 0) {
-        shared.gradient_notes[warpgroup] = {key_start + 64 * warpgroup,      kv_head, 0,     0,
-                                            part * Traits::kGradientColumns, 0,       target};
-      }
-#pragma unroll
-      for (int i = 0; i < kCount && part * kCount + i < kOutputs; i += 4) {
-        const int group = i / 4;  // of 8 columns
-        const uint32_t place =
-            (address ^ (group % 4 << 5)) + group / 4 * Traits::kGradientRows * 128;
-        const float* const values = sums + part * kCount + i;
-        StorePair(place, values[0] * factor, values[1] * factor);
-        StorePair(place + 8 * 128, values[2] * factor, values[3] * factor);
-      }
-      FenceAsyncProxy();
-      Release(&shared.dq_full[warpgroup]);
-    }
-  }
-
-  // A document's: added to what earlier tiles gave, and left for the warp that carries it, rounded
-  // where it is complete.
-  __device__ __forceinline__ void PassQueryGradient(float (&dq)[kGradients],
-                                                    const QueryBlockHeader& header) {
-    uint8_t* const place = shared.dq[warpgroup];
-    float4* const sums = reinterpret_cast<float4*>(place) + thread % 128;
-    if (header.flags & kBeganBefore) {
-      BarrierWait(&shared.sums_full[warpgroup], sum_parity);
-      sum_parity ^= 1;
-#pragma unroll
-      for (int i = 0; i < kGradients / 4; ++i) {
-        const float4 sum = sums[i * 128];
-        dq[4 * i] += sum.x, dq[4 * i + 1] += sum.y, dq[4 * i + 2] += sum.z, dq[4 * i + 3] += sum.w;
-      }
-      // Rounded rows lie where others read.
-      if (!(header.flags & kEndsLater)) NamedBarrierSync(kTurnBarrier + warpgroup, 128);
-    } else {
-      BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot);
-    }
-    if (header.flags & kEndsLater) {
-#pragma unroll
-      for (int i = 0; i < kGradients / 4; ++i)
-        sums[i * 128] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-    } else {
-      const float factor = Traits::kScaledDifference ? 1.0f : params.scale;
-      const int lane = thread % 32, row = 16 * (thread / 32 % 4) + QueryOfRow(lane / 4);
-      uint8_t* const words = place + row * Traits::kRoundedBytes + lane % 4 * 4;
-#pragma unroll
-      for (int i = 0; i < kGradients; i += 4) {
-        auto* const word = reinterpret_cast<uint32_t*>(words + i * 4);
-        word[0] = Pack(dq[i] * factor, dq[i + 1] * factor, Element{});
-        word[8 * Traits::kRoundedBytes / 4] =
-            Pack(dq[i + 2] * factor, dq[i + 3] * factor, Element{});
-      }
-    }
-    FenceAsyncProxy();
-    Release(&shared.dq_full[warpgroup]);
-  }
-
-  // Of the tile's own.
-  __device__ __forceinline__ int EndOfKeys() const {
-    return Traits::kDocuments ? shared.notes[ring.slot].header.end_key : params.k_len;
   }
 
   // The gradients of keys that no query sees.

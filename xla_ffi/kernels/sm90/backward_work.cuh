@@ -7,24 +7,15 @@
 
 #include <cuda_runtime.h>
 
-#include <climits>
 #include <cstdint>
 
+#include "xla_ffi/kernels/sm90/backward_items.cuh"
 #include "xla_ffi/kernels/sm90/backward_order.h"
 #include "xla_ffi/kernels/sm90/backward_params.h"
 #include "xla_ffi/kernels/sm90/softmax.h"
 
 namespace magi_jax::sm90 {
 
-constexpr int kPlanThreads = 1024;
-constexpr int kItemsPerSm = 10;   // at least, while items are not too short
-constexpr int kShortestItem = 8;  // blocks of an item at least, however little there is to do
-// Below this share of an SM, in blocks (that of tiles of about the same length), who ends last
-// decides how long it takes. Then what an item costs besides its blocks counts: in blocks, where
-// its tile is whole and where it is split.
-constexpr int kShortShare = 400, kShortAlikeShare = 1000;
-constexpr int kWholeItemCost = 3, kSplitItemCost = 6;
-constexpr int kItemLimits = 14;  // that are compared: 8, 12, 16, 24, ... 768 blocks
 constexpr int kMergeThreads = 256;
 
 // Thread blocks that clear or round a tile's sums.
@@ -42,14 +33,6 @@ __device__ __forceinline__ int BlocksOfTile(const TileRuns& by_key, int table_ti
     blocks += (rows + block_queries - 1) / block_queries;
   }
   return static_cast<int>(min(blocks, int64_t{1} << 24));
-}
-
-// Into how many parts the heads of a group are split where each walks this many blocks.
-__device__ __forceinline__ int PartsOfTile(int blocks, int group, int item_blocks) {
-  for (int parts = 1; parts < group; ++parts) {
-    if (group % parts == 0 && int64_t{blocks} * (group / parts) <= item_blocks) return parts;
-  }
-  return group;
 }
 
 // The segments of queries in which a table tile's walk is done. Walks no longer than a segment stay
@@ -111,36 +94,6 @@ __device__ void PlanOrder(const BackwardKernelParams& params, int num_tiles) {
     params.turns[i] = 0;
 }
 
-// What a block of threads knows of all tiles.
-struct TileStats {
-  unsigned long long all_blocks;  // of one head
-  int most_blocks;                // of one tile and head
-  bool any_split;
-
-  __device__ __forceinline__ bool AreAlike(int num_tiles) const {
-    return int64_t{most_blocks} * num_tiles * 5 <= static_cast<int64_t>(all_blocks) * 7;
-  }
-
-  // Where all tiles walk about the same number of blocks, splitting them would balance nothing.
-  __device__ __forceinline__ bool StaysWhole(const BackwardKernelParams& params, int num_tiles,
-                                             int group, int num_sms) const {
-    const bool enough = int64_t{num_tiles} * params.num_kv_heads * 10 >= int64_t{num_sms} * 9;
-    const bool fits = int64_t{most_blocks} * group <= params.item_blocks;
-    return AreAlike(num_tiles) && enough && fits;
-  }
-
-  // More blocks than this in an item and its tile is split.
-  __device__ __forceinline__ int ItemBlocks(const BackwardKernelParams& params, int num_tiles,
-                                            int group, int num_sms) const {
-    if (StaysWhole(params, num_tiles, group, num_sms)) return params.item_blocks;
-    const int64_t share = static_cast<int64_t>(all_blocks) * params.num_heads / num_sms;
-    // Where a whole SM has little to do, short items cost less than SMs that end early.
-    const int64_t least =
-        min(max(share / 4, int64_t{kShortestItem}), int64_t{params.least_item_blocks});
-    return static_cast<int>(min(max(share / kItemsPerSm, least), int64_t{params.item_blocks}));
-  }
-};
-
 struct RankedTile {
   int tile, blocks;  // tile < 0: none
   int parts;         // of its group's heads
@@ -155,41 +108,6 @@ __device__ __forceinline__ int ListedTile(const BackwardKernelParams& params, in
   const int table_tile =
       min(max(by_key.order[at / params.parts_per_tile], 0), by_key.num_tiles - 1);
   return table_tile * params.parts_per_tile + at % params.parts_per_tile;
-}
-
-// Blocks of an item with which a short call ends first, by an estimate of when the last thread
-// block does. All threads of a block; a warp looks at one limit.
-__device__ int FastestItemBlocks(const BackwardKernelParams& params, const int* blocks_of,
-                                 int num_tiles, int num_sms) {
-  __shared__ unsigned long long best;
-  if (threadIdx.x == 0) best = ~0ull;
-  __syncthreads();
-  const int lane = threadIdx.x % 32, candidate = threadIdx.x / 32;
-  const int group = params.num_heads / params.num_kv_heads;
-  if (candidate < kItemLimits) {
-    const int limit = (candidate % 2 == 0 ? 8 : 12) << (candidate / 2);
-    int items = 0, all = 0, longest = 0, shortest = INT_MAX;
-    for (int tile = lane; tile < num_tiles; tile += 32) {
-      const int parts = PartsOfTile(blocks_of[tile], group, limit);
-      const int blocks =
-          blocks_of[tile] * (group / parts) + (parts > 1 ? kSplitItemCost : kWholeItemCost);
-      items += parts;
-      all += blocks * parts;
-      longest = max(longest, blocks);
-      shortest = min(shortest, blocks);
-    }
-    items = __reduce_add_sync(0xFFFFFFFF, items) * params.num_kv_heads;
-    all = __reduce_add_sync(0xFFFFFFFF, all) * params.num_kv_heads;
-    longest = __reduce_max_sync(0xFFFFFFFF, longest);
-    shortest = __reduce_min_sync(0xFFFFFFFF, shortest);
-    // Equal items end in rounds; others leave some of the longest between the first and the last.
-    int64_t end = int64_t{(items + num_sms - 1) / num_sms} * longest * num_sms;
-    if (items > num_sms && longest > shortest)
-      end = max(all + int64_t{longest} * num_sms * 7 / 10, int64_t{longest} * num_sms);
-    if (lane == 0) atomicMin(&best, static_cast<unsigned long long>(end) << 16 | limit);
-  }
-  __syncthreads();
-  return static_cast<int>(best & 0xFFFF);
 }
 
 // One block. Lists the items of one kv head: those that start at the first head of the group before
