@@ -67,7 +67,9 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoints", type=Path, help="folder on a disk that all processes see")
-    parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
+    parser.add_argument(
+        "--save-every", type=int, default=10, help="steps between checkpoints (and the last)"
+    )
     return parser.parse_args()
 
 
@@ -164,7 +166,8 @@ def main() -> None:
                 if memory is not None:
                     memory.check()  # a peer that did not come is named here
                 if manager is not None:
-                    manager.save(step, args=ocp.args.StandardSave((params, opt_state)))
+                    arguments = ocp.args.StandardSave((params, opt_state))
+                    manager.save(step, args=arguments, force=step == flags.steps)
     if manager is not None:
         manager.wait_until_finished()
         manager.close()
