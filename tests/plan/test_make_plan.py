@@ -101,7 +101,11 @@ def test_more_ranks_than_chunks(dispatch):
     plan = make_plan(mask, 8, PlanConfig(chunk_size=16, dispatch=dispatch, tile_size=16))
     check_plan(plan, mask)
     assert plan.spec.chunk_size == 5
-    assert plan.report().tokens.tolist().count(5) == 7
+    tokens = plan.report().tokens.tolist()
+    if dispatch == "balanced":  # dealt to the row
+        assert max(tokens) - min(tokens) <= 1
+    else:
+        assert tokens.count(5) == 7
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHERS)

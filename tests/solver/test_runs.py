@@ -148,12 +148,25 @@ def test_documents_that_do_not_mix_are_balanced_by_others(seed, cp_size):
         assert area.max() <= 1.01 * area.mean() + 4 * most
 
 
-def test_one_document_is_not_dealt():
-    assert runs(problem_of(masks.causal(128), 4)) == []
-    # Nor are the rows beside those that travel.
-    held = masks.global_rows(128, rows=(0, 16)).slices
-    home = masks.causal(128).slices.copy()
-    assert runs(problem_of(masks.causal(128), 4, travelling=held)._replace(slices=home)) == []
+@pytest.mark.parametrize(
+    "mask", [masks.causal(1003), masks.full(1003), masks.prefix_lm([1003], [200])]
+)
+@pytest.mark.parametrize("effort", ["fast", "high"])
+def test_one_document_is_dealt_to_the_row(mask, effort):
+    """Whole chunks of a length that they do not divide would be 4 % apart."""
+    problem = problem_of(mask, 8, effort=effort)
+    assert len(runs(problem)) == 1
+    area = areas_of(balanced(problem), mask, 8)
+    assert area.max() <= area.mean() + 4 * 1003
+    twin = balanced(problem_of(mask, 8, engine="numpy"))
+    assert np.array_equal(balanced(problem_of(mask, 8)).owner, twin.owner)
+
+
+def test_a_document_whose_parts_differ_is_not_dealt_alone():
+    window = masks.local(1003, window=(100, 0))
+    assert runs(problem_of(window, 4)) == []
+    sink = window | masks.global_rows(1003, rows=(1000, 1003))
+    assert runs(problem_of(sink, 4)) == []
 
 
 @pytest.mark.parametrize("rows", [(0, 13), (500, 516), (300, 420)])

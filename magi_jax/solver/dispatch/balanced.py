@@ -180,7 +180,9 @@ class _Runs(NamedTuple):
     def are_good_enough(self, problem: DispatchProblem) -> bool:
         """Whether to look no further."""
         effort, cp_size = _effort_of(problem), problem.cp_size
-        if self.move_little(problem):
+        tokens = -(-int(problem.edges[-1]) // cp_size)
+        most = int(self.units.need_rows.max())
+        if self.move_little(problem) or _meets_bounds(self.score, most, tokens, node_size(problem)):
             return True
         if cp_size <= effort.searched_ranks or self.score.imbalance > AREA_LIMIT:
             return False
@@ -279,20 +281,34 @@ def _settled(
     starts: list[np.ndarray], placement: Any, units: Units, problem: DispatchProblem
 ) -> np.ndarray | None:
     """A regular placement that is balanced and as good as any can be for the worst rank and node."""
-    most = units.need_rows.max()
-    rank_bound = max(most - units.slots * units.slot, 0)
-    node_bound = max(most - units.slots * units.slot * node_size(problem), 0)
-    if rank_bound == 0:
+    most, tokens = int(units.need_rows.max()), units.slots * units.slot
+    if most <= tokens:
         return None
     scores = [_score(placement.measure(owner), problem.cp_size) for owner in starts]
     fit = [
         (score.total_rows, i)
         for i, score in enumerate(scores)
-        if score.imbalance <= SETTLED_IMBALANCE
-        and score.rank_rows <= SETTLED_GAP * rank_bound
-        and score.node_rows <= SETTLED_GAP * node_bound
+        if _meets_bounds(score, most, tokens, node_size(problem))
     ]
     return starts[min(fit)[1]] if fit else None
+
+
+def _meets_bounds(score: _Score, most: int, tokens: int, per_node: int) -> bool:
+    """Whether a placement is balanced, and moves as few rows to the worst rank and node as any can.
+
+    Args:
+        score: of the placement.
+        most: rows that some row or unit sees.
+        tokens: of a rank.
+        per_node: ranks of a node.
+    """
+    rank_bound, node_bound = most - tokens, max(most - tokens * per_node, 0)
+    return (
+        rank_bound > 0
+        and score.imbalance <= SETTLED_IMBALANCE
+        and score.rank_rows <= SETTLED_GAP * rank_bound
+        and score.node_rows <= SETTLED_GAP * node_bound
+    )
 
 
 def _search(

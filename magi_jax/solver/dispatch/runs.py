@@ -27,6 +27,8 @@ ALL_ORDERS = tuple(
 )
 # Halves of a folded document differ by more than this share of its area.
 FOLDED = 0.1
+# A document by itself is dealt if it has no more slices: one causal mask, or one with a prefix.
+FEW_SLICES = 2
 # Where there are more documents than this, there are others to fill every gap.
 MOST_DOCUMENTS, MOST_SLICES = 16_384, 131_072
 
@@ -35,7 +37,7 @@ def runs(
     problem: DispatchProblem, orders: Sequence[tuple[str, str]] = ALL_ORDERS
 ) -> Iterator[Assignment]:
     """One placement for each of ``orders``, dealt when it is asked for; none where the sequence is not made
-    of several documents.
+    of several documents, nor one of few slices whose parts are alike.
     """
     seq_len, cp_size = int(problem.edges[-1]), problem.cp_size
     if len(problem.slices) > MOST_SLICES or seq_len < cp_size:
@@ -50,9 +52,12 @@ def runs(
     shares = _shares(documents, held, cp_size)
     if len(held):
         documents = documents.outside(held[:, 0], held[:, 0] + held[:, 1])
-    if not 1 < len(documents.area) <= MOST_DOCUMENTS or (shares < 0).any():
+    number = len(documents.area)
+    if not 1 <= number <= MOST_DOCUMENTS or (shares < 0).any():
         return
-    for order in orders:
+    if number == 1 and (len(problem.slices) > FEW_SLICES or not documents.is_uniform):
+        return
+    for order in orders if number > 1 else orders[:1]:
         pieces = deal(documents.rows, *documents.piles(order), shares, problem.engine)
         yield _assignment(np.concatenate([pieces, held]), seq_len)
 
@@ -78,6 +83,14 @@ class _Documents(NamedTuple):
         half = rows.before((edges[1:] + edges[:-1]) // 2) - before[:-1]
         folded = np.abs(area - 2 * half) > FOLDED * area
         return cls(rows, np.stack([edges[:-1], edges[1:], folded], axis=1), area)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all parts of the first document are alike, as they are dealt: it is folded, or all its rows
+        see all of it.
+        """
+        begin, end, is_folded = self.table[0]
+        return bool(is_folded or self.area[0] == (end - begin) ** 2)
 
     def outside(self, begin: np.ndarray, end: np.ndarray) -> "_Documents":
         """Those outside of ranges ``[begin, end)``, which rise and end where documents do."""
