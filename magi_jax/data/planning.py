@@ -72,9 +72,9 @@ class PlanBatch:
 
         Raises:
             KeyError: a dictionary has no segment ids under the name in ``segment_ids``.
-            TypeError: the batch is on the devices already.
-            ValueError: the segment ids are not ``[R, L]``; or a plan does not fit ``specs``, and may not
-                ``grow``, and the size that is too small is named.
+            TypeError: the batch is of another kind, or on the devices already.
+            ValueError: the segment ids are not ``[R, L]``, or of another length than ``specs``; or a plan
+                does not fit ``specs``, and may not ``grow``, and the size that is too small is named.
         """
         if self.specs is None:
             plans = self._in_own_sizes(packed)
@@ -121,6 +121,11 @@ class PlanBatch:
         """Segment ids of a batch ``[R, L]``."""
         if isinstance(packed, Packed):
             ids = packed.segment_ids
+        elif not isinstance(packed, Mapping):
+            raise TypeError(
+                "a batch is a Packed or a dictionary of arrays [R, L, ...], got"
+                f" {type(packed).__name__}"
+            )
         elif self.segment_ids in packed:
             ids = packed[self.segment_ids]
         else:
@@ -136,6 +141,11 @@ class PlanBatch:
         if ids.ndim != 2:
             raise ValueError(
                 f"segment ids must be [R, L], one row for each sequence; got shape {ids.shape}"
+            )
+        if self.specs is not None and ids.shape[1] != self.specs[0].seq_len:
+            raise ValueError(
+                f"the planner was fitted to sequences of {self.specs[0].seq_len} tokens, the batch has"
+                f" {ids.shape[1]}: pad batches to one length, or fit a planner for each"
             )
         return ids
 

@@ -170,6 +170,11 @@ def test_batches_of_another_kind_are_refused():
         planner({"segment_ids": np.ones(8, int)})
     with pytest.raises(TypeError, match="before they go to the devices"):
         planner({"segment_ids": jax.numpy.ones((1, 8), int)})
+    with pytest.raises(TypeError, match=r"Packed or a dictionary of arrays .* got list"):
+        planner([np.ones((1, 8), int)])
+    fitted = dataclasses.replace(planner, grow=True).fit([{"segment_ids": np.ones((1, 8), int)}])
+    with pytest.raises(ValueError, match="fitted to sequences of 8 tokens, the batch has 6: pad"):
+        fitted({"segment_ids": np.ones((1, 6), int)})
 
 
 def test_masks_may_end_before_the_padding():
