@@ -70,8 +70,10 @@ class Region:
         return self.sizes[self.axis_name]
 
 
-def find_region(axis_name: str, mesh: Mesh | AbstractMesh | None, caller: str) -> Region:
-    """Reads the mesh of the context, or takes the given one.
+def find_region(
+    axis_name: str, mesh: Mesh | AbstractMesh | None, caller: str, otherwise: str = ""
+) -> Region:
+    """Reads the mesh of the context, or takes the given one. ``otherwise`` says how to do without one.
 
     Raises:
         TypeError: ``axis_name`` is no name.
@@ -86,7 +88,7 @@ def find_region(axis_name: str, mesh: Mesh | AbstractMesh | None, caller: str) -
     if context.empty and mesh is None:
         raise ValueError(
             f"{caller} finds no mesh: call it inside `with jax.set_mesh(mesh):` or a shard_map, or"
-            " pass mesh= (a legacy `with mesh:` block is not visible to it)"
+            f" pass mesh= (a legacy `with mesh:` block is not visible to it){otherwise}"
         )
     if mesh is not None and not context.empty and dict(mesh.shape) != dict(context.shape):
         raise ValueError(

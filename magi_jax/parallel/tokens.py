@@ -61,7 +61,7 @@ def dispatch(
     sizes = plan.spec
     move = Move(
         name="dispatch",
-        region=regions.find_region(axis_name, mesh, "dispatch"),
+        region=_region(axis_name, mesh, "dispatch"),
         axis=axis,
         stacked=plan.positions.ndim == 3,
         local_rows=(plan.dispatch.transfer.src_rows, sizes.local_len),
@@ -103,7 +103,7 @@ def undispatch(
         )
     move = Move(
         name="undispatch",
-        region=regions.find_region(axis_name, mesh, "undispatch"),
+        region=_region(axis_name, mesh, "undispatch"),
         axis=axis,
         stacked=plan.positions.ndim == 3,
         local_rows=(sizes.local_len, plan.dispatch.transfer.src_rows),
@@ -164,7 +164,7 @@ def roll(
         )
     move = Move(
         name="roll",
-        region=regions.find_region(axis_name, mesh, "roll"),
+        region=_region(axis_name, mesh, "roll"),
         axis=axis,
         stacked=plan.positions.ndim == 3,
         local_rows=(sizes.local_len, sizes.local_len),
@@ -192,7 +192,15 @@ def positions(plan: AttentionPlan, axis_name: str = "cp", *, mesh: AnyMesh = Non
     return jax.vmap(one)(x) if x.ndim == 3 else one(x)
 
 
+def _region(axis_name: str, mesh: AnyMesh, caller: str) -> regions.Region:
+    return regions.find_region(
+        axis_name, mesh, caller, "; NumPy arrays under a plan of NumPy arrays need none"
+    )
+
+
 def _sequence_axis(plan: AttentionPlan, axis: int | None) -> int:
+    if not isinstance(plan, AttentionPlan):
+        raise TypeError(f"plan must be an AttentionPlan, got {type(plan).__name__}")
     stacked = plan.positions.ndim == 3
     axis = int(stacked) if axis is None else axis
     if axis < stacked:

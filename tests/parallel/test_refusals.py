@@ -140,6 +140,15 @@ def test_lists_of_numbers_are_no_arrays(move):
         move({"tokens": list(range(ROWS))}, PLAN)
 
 
+@pytest.mark.parametrize("move", [dispatch, undispatch, lambda x, plan: roll(x, plan, -1)])
+def test_moves_say_what_they_need(move):
+    x = tensor(30 if move is dispatch else ROWS)
+    with pytest.raises(ValueError, match=r"finds no mesh.*; NumPy arrays under a plan of NumPy"):
+        move(jnp.asarray(x), PLAN)
+    with pytest.raises(TypeError, match="plan must be an AttentionPlan, got ndarray"):
+        move(PLAN, x)
+
+
 def test_local_rows_inside_a_shard_map():
     run = jax.shard_map(
         lambda q: dist_attention(q, q, q, PLAN),
