@@ -1,6 +1,8 @@
 """The layers of `magi_jax.flax`: rotary embedding against complex numbers, a decoder in any layout."""
 
 import dataclasses
+import importlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -112,3 +114,11 @@ def test_gradients_of_a_token_s_many_places_are_summed_in_float32(rng):
     found = embedding_grad(params, weights)
     again = embedding_grad(params, weights[np.argsort(weights[:, 0])])
     np.testing.assert_allclose(again, found, rtol=1e-4, atol=1e-4 * np.abs(found).max())
+
+
+def test_flax_that_is_not_installed_is_named(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("magi_jax.flax")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "flax", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "magi_jax\[flax\]"'):
+        importlib.import_module("magi_jax.flax")
