@@ -84,6 +84,7 @@ struct GradientHandover : BlockConsumer<Traits> {
                                                     const QueryBlockHeader& header) {
     uint8_t* const place = shared.dq[warpgroup];
     float4* const sums = reinterpret_cast<float4*>(place) + thread % 128;
+    BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot);
     if (header.flags & kBeganBefore) {
       BarrierWait(&shared.sums_full[warpgroup], sum_parity);
       sum_parity ^= 1;
@@ -94,8 +95,6 @@ struct GradientHandover : BlockConsumer<Traits> {
       }
       // Rounded rows lie where others read.
       if (!(header.flags & kEndsLater)) NamedBarrierSync(kTurnBarrier + warpgroup, 128);
-    } else {
-      BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot);
     }
     if (header.flags & kEndsLater) {
 #pragma unroll
