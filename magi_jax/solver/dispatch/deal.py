@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from magi_jax.solver.dispatch.problem import RowAreas
 from magi_jax.solver.engine import compiled
 
 # Places where a function is looked at before it is halved.
@@ -19,57 +20,6 @@ PROBES = 8
 TOLERANCE, MENDS = 500, 8
 # Of a rank's rows, in which windows are tried.
 STEPS = 8
-
-
-class RowAreas(NamedTuple):
-    """Visible keys of every row, as a function that is linear between points.
-
-    Attributes:
-        at: ``[P]`` rows, rising, some more than once; the first is 0.
-        keys: ``[P]`` keys of the row ``at``; the last entry of a row counts.
-        slope: ``[P]`` more keys of each row after it.
-        total: ``[P]`` keys of all rows before ``at``.
-    """
-
-    at: np.ndarray
-    keys: np.ndarray
-    slope: np.ndarray
-    total: np.ndarray
-
-    @classmethod
-    def of(cls, slices: np.ndarray, edges: np.ndarray) -> "RowAreas":
-        """Of tight slices ``[A, 6]``, with points at ``edges`` too."""
-        q0, q1, k0, k1, d0, d1 = slices.T
-        # Row q sees keys [max(k0, q + d0), min(k1, q + d1 + 1)).
-        high, low = np.clip(k1 - d1 - 1, q0, q1), np.clip(k0 - d0, q0, q1)
-        ones = np.ones_like(q0)
-        parts = (
-            (q0, q0 + d1 + 1 - k0, ones),
-            (high, k1 - (high + d1 + 1), -ones),
-            (low, k0 - (low + d0), -ones),
-            (q1, -(np.minimum(k1, q1 + d1 + 1) - np.maximum(k0, q1 + d0)), 0 * ones),
-        )
-        at, keys, slope = (np.concatenate(column) for column in zip(*parts, strict=True))
-        # What a slice still rises by where it ends.
-        ends = np.where(high < q1, 0, 1) - np.where(low < q1, 1, 0)
-        slope[-len(q0) :] = -ends
-        none = np.zeros_like(edges)
-        at, keys, slope = (
-            np.append(column, more)
-            for column, more in zip((at, keys, slope), (edges, none, none), strict=True)
-        )
-        order = np.argsort(at, kind="stable")
-        at, slope = at[order], np.cumsum(slope[order])
-        gap = np.diff(at, append=at[-1:])
-        keys = np.cumsum(keys[order] + np.append(0, (slope * gap)[:-1]))
-        area = keys * gap + slope * (gap * (gap - 1) // 2)
-        return cls(at, keys, slope, np.cumsum(area) - area)
-
-    def before(self, row: np.ndarray) -> np.ndarray:
-        """Keys of all rows before each of ``row``."""
-        point = np.searchsorted(self.at, row, side="right") - 1
-        n = row - self.at[point]
-        return self.total[point] + self.keys[point] * n + self.slope[point] * (n * (n - 1) // 2)
 
 
 def deal(

@@ -16,8 +16,8 @@ import numpy as np
 
 from magi_jax.masks import bands
 from magi_jax.solver import intervals
-from magi_jax.solver.dispatch.deal import RowAreas, deal
-from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem
+from magi_jax.solver.dispatch.deal import deal
+from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem, RowAreas
 
 # Orders of the dense and of the light pile: as in the sequence, by falling density, or one of the densest
 # half and one of the other by turns, so that few runs have two dense documents.
