@@ -23,7 +23,7 @@ from magi_jax.comm import symmetric_memory
 from magi_jax.ops import Implementation, get_implementation
 from magi_jax.plan import AttentionPlan, CommMeta, PlanConfig, StageTables, make_plan
 from scaling.machine import Machine, Moves, Times
-from scaling.measure import VISITS, Bench, medians
+from scaling.measure import Bench
 from scaling.model import our_us
 from scaling.work import (
     FLOPS_PER_PAIR,
@@ -103,8 +103,7 @@ def check(
     work = our_work(plan, ranks, pieces)
     for key, piece in pieces.items():
         if key not in timed:
-            visits = [bench.measure(piece, FLOPS_PER_PAIR) for _ in range(VISITS)]
-            timed[key] = medians(visits)
+            timed[key] = bench.measure(piece, FLOPS_PER_PAIR)
     times = Times(
         *(
             np.array([[timed[key][which] if key else 0.0 for key in row] for row in calls])

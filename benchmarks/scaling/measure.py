@@ -19,14 +19,10 @@ from magi_jax.plan.tables import SliceTable
 from scaling.orders import Order
 from scaling.work import ADDING, HEAD_DIM, PARTIAL, Piece
 
-BLOCK = 192  # pieces between two looks at the pace of the card
+BLOCK = 64  # pieces between two looks at the pace of the card
 SLOW = 0.8  # of the fastest pace that was seen; what was timed below is timed again, or not used
 WARM_US = 250e3  # of calls before the first timed one of a block, which follows a pause
-VISITS = 3  # of which the medians count: a host that was held up, or a pace, differs between them
-LEAD_US, TIMED_US = 5e2, 1e3  # of calls of a piece in a visit, first untimed and then timed
-LONG_US = (
-    20e3  # a call that takes longer needs none before it, nor matters what the host adds to it
-)
+LEAD_US, TIMED_US = 60e3, 2e3  # of calls of a piece, untimed until the pace is theirs, then timed
 
 
 def time_orders(
@@ -36,9 +32,8 @@ def time_orders(
 
     A card at rest runs up to 15 % faster for a tenth of a second than it can at the limit of its power, so
     a call of 20 ms would seem faster than the same work in one of 200 ms. Pieces are timed on a card that
-    does not rest: each right after untimed calls of its own, those after the last piece's, and what the host
-    has to do is done before. All pieces of a block are visited in turn, several times. A matrix product
-    between blocks tells whether others used the card.
+    does not rest, each right after so many untimed calls of its own that the pace is theirs. A matrix
+    product between blocks tells whether others used the card.
     """
     started = time.perf_counter()
     bench = Bench(get_implementation(implementation))
@@ -51,16 +46,16 @@ def time_orders(
         tables = jax.block_until_ready(jax.device_put(tables))
         pace = [_pace()]
         bench.warm(orders[block[0]].piece, tables[block[0]])
-        times: dict[str, list[dict[str, float]]] = {}
-        for key in block * VISITS:
+        times = {}
+        for key in block:
             if time.perf_counter() - started > budget_s:
                 waiting = []
                 break
-            times.setdefault(key, []).append(bench.measure(*orders[key], tables[key]))
+            times[key] = bench.measure(*orders[key], tables[key])
         pace.append(_pace())
         fastest = max(fastest, *pace)
-        for key, visits in times.items():
-            found[key] = {**medians(visits), "matmul": min(pace)}
+        for key, microseconds in times.items():
+            found[key] = {**microseconds, "matmul": min(pace)}
         used = time.perf_counter() - started
         print(f"{len(found)} of {len(orders)}, {used:.0f} s, {bench.programs} programs,"
               f" matmul {pace[0]:.0f} to {pace[1]:.0f}", flush=True)  # fmt: skip
@@ -68,11 +63,6 @@ def time_orders(
             waiting = [key for key, t in found.items() if t["matmul"] < SLOW * fastest]
             waiting = waiting if used < budget_s and len(waiting) < len(found) else []
     return found
-
-
-def medians(visits: list[dict[str, float]]) -> dict[str, float]:
-    """Of the times that every visit found, by pass."""
-    return {which: statistics.median(visit[which] for visit in visits) for which in visits[0]}
 
 
 def _pace() -> float:
@@ -231,8 +221,8 @@ def device_table(piece: Piece) -> SliceTable:
 
 
 def _roomy(size: int) -> int:
-    """The next power of eight from 512 on."""
-    power = 512
+    """The next power of eight from 4096 on."""
+    power = 4096
     while power < size:
         power *= 8
     return power
@@ -252,15 +242,15 @@ def mean_us(call: Callable) -> float:
         return (time.perf_counter() - start) * 1e6
 
     once = run(1)
-    if once > LONG_US:
-        return once
-    run(max(int(LEAD_US / once), 1))
+    if once > LEAD_US:
+        return run(1)
+    run(int(LEAD_US / once))
     count = max(int(TIMED_US / once), 1)
-    one = min(run(1), run(1))  # a host that is held up only adds
-    return (run(count + 1) - one) / count
+    pairs = [(run(1), run(count + 1)) for _ in range(3)]
+    return statistics.median(many - one for one, many in pairs) / count
 
 
 def call_seconds(us: float) -> float:
     """What it takes to time a call of so many microseconds."""
-    calls = 1.5 * us if us > LONG_US else max(us, LEAD_US) + max(us, TIMED_US) + 4 * us
-    return VISITS * calls / 1e6
+    calls = 2.5 * us if us > LEAD_US else LEAD_US + 3 * max(us, TIMED_US) + 5 * us
+    return calls / 1e6

@@ -26,6 +26,7 @@ class Posed(NamedTuple):
 
 
 CLOSE, WORTH_A_LOOK = 0.9, 0.7  # of the best other strategy's rate
+FIRST = "full", "causal", "varlen_full", "varlen_causal"  # masks with figures that are aimed at
 NEAR = 0.97  # of the kernel time of the slowest rank: who is above by the fit may be the slowest
 ROUNDS = (
     (1, CLOSE),
@@ -43,15 +44,18 @@ def choose(
 
     By rounds: first the slowest rank of ours and of the others that are close to the best other in either
     pass, on every problem, so that all that is compared rests on measured calls; then more and more of the
-    ranks that may be the slowest. In a round problems with most ranks come first, and those that are
-    compared run one after the other on one card.
+    ranks that may be the slowest. In a round the masks of `FIRST` come before others, and most ranks before
+    few; those that are compared run one after the other on one card.
 
     Args:
         predicted: microseconds of each piece, by pass; see `predict`.
         steps: predicted microseconds of each work, by pass.
     """
     wanted: dict[str, set[str]] = {}
-    posed = sorted(dict.fromkeys(key[:2] for key in works), key=lambda problem: -problem[0])
+    posed = sorted(
+        dict.fromkeys(key[:2] for key in works),
+        key=lambda problem: (problem[1] not in FIRST, -problem[0]),
+    )
     for most_ranks, share in ROUNDS:
         for problem in posed:
             named = {key[2]: key for key in works if key[:2] == problem}

@@ -113,10 +113,10 @@ def test_a_fit_gives_back_what_follows_its_features(problem, rng):
 @pytest.mark.parametrize("result", ["final", "first", "merged", "late"])
 def test_calls_of_every_kind_are_timed(result, monkeypatch):
     for name in ("LEAD_US", "TIMED_US"):
-        monkeypatch.setattr(measure, name, 1.0)
+        monkeypatch.setattr(measure, name, 2e4)
     piece = Piece(masks.causal(128).slices.astype(np.int32), 128, 128, 2, 1, result)
     bench = measure.Bench(get_implementation("cpu"))
-    times = measure.medians([bench.measure(piece, ("forward", "backward")) for _ in range(5)])
+    times = bench.measure(piece, ("forward", "backward"))
     assert set(times) == {"forward", "backward"}
     assert min(times.values()) > 0
 
