@@ -17,6 +17,7 @@ constexpr int kCopyWarps = 3;  // of a block; one ring each
 constexpr int kCopySlots = 4;
 constexpr int kCopyDepth = 2;  // slots that are being filled; the others are being emptied
 constexpr int kCopySlotBytes = 16384;
+constexpr uint32_t kCopyAhead = 4;  // slots that are looked up together
 constexpr int kCopyBytes = kCopyWarps * kCopySlots * (kCopySlotBytes + 8);
 
 // Rows that share a slot: as many as fit, one for each lane at most. Longer rows take several
@@ -58,14 +59,28 @@ class CopyRing {
     const uint32_t first = blockIdx.x + threadIdx.x / 32 * gridDim.x;
     const uint32_t step = gridDim.x * kCopyWarps, total = shape.NumSlots();
     const uint32_t count = first < total ? (total - first + step - 1) / step : 0;
-    Run runs[kCopyDepth] = {};  // of this lane, the oldest first
-    for (uint32_t i = 0; i < count + kCopyDepth; ++i) {
-      Run next = {};
-      if (i < count) next = Fill(shape, first + i * step, result, source, address);
-      if (i >= kCopyDepth) Empty(runs[0]);
+    Run runs[kCopyDepth] = {};  // of this lane, the oldest first; the last `pending` are in flight
+    uint32_t pending = 0;
+    for (uint32_t i = 0; i < count; i += kCopyAhead) {
+      int2 from[kCopyAhead];  // looked up together: slots of which nothing is to be moved are many
 #pragma unroll
-      for (int k = 0; k + 1 < kCopyDepth; ++k) runs[k] = runs[k + 1];
-      runs[kCopyDepth - 1] = next;
+      for (uint32_t u = 0; u < kCopyAhead; ++u) {
+        from[u] = i + u < count ? Find(shape, first + (i + u) * step, source) : kNothing;
+      }
+#pragma unroll
+      for (uint32_t u = 0; u < kCopyAhead; ++u) {
+        if (__all_sync(~0u, from[u].x == kElsewhere)) continue;
+        const Run next = Fill(shape, first + (i + u) * step, from[u], result, address);
+        if (pending == kCopyDepth) Empty(runs[0]);
+        pending = min(pending + 1, uint32_t{kCopyDepth});
+#pragma unroll
+        for (int k = 0; k + 1 < kCopyDepth; ++k) runs[k] = runs[k + 1];
+        runs[kCopyDepth - 1] = next;
+      }
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < kCopyDepth; ++k) {
+      if (k + pending >= kCopyDepth) Empty(runs[k]);
     }
     AwaitBulkStores();
   }
@@ -77,15 +92,28 @@ class CopyRing {
     uint32_t offset, bytes;  // in the slot
   };
 
-  template <class Source, class Address>
-  __device__ Run Fill(const CopyShape& shape, uint32_t slot_number, char* result, Source source,
+  static constexpr int2 kNothing = {kElsewhere, 0};
+
+  // The row of a slot that this lane moves.
+  __device__ static uint32_t RowOf(const CopyShape& shape, uint32_t slot_number) {
+    return slot_number / shape.segments * shape.group_rows + threadIdx.x % 32;
+  }
+
+  // Where it comes from: peer and row there.
+  template <class Source>
+  __device__ static int2 Find(const CopyShape& shape, uint32_t slot_number, Source source) {
+    const uint32_t row = RowOf(shape, slot_number);
+    const bool valid = threadIdx.x % 32 < shape.group_rows && row < shape.rows;
+    return valid ? source(row) : kNothing;
+  }
+
+  template <class Address>
+  __device__ Run Fill(const CopyShape& shape, uint32_t slot_number, int2 from, char* result,
                       Address address) {
     const uint32_t lane = threadIdx.x % 32;
-    const uint32_t row = slot_number / shape.segments * shape.group_rows + lane;
+    const uint32_t row = RowOf(shape, slot_number);
     const uint32_t begin = slot_number % shape.segments * kCopySlotBytes;
     const uint32_t bytes = min(shape.row_bytes - begin, uint32_t{kCopySlotBytes});
-    const bool valid = lane < shape.group_rows && row < shape.rows;
-    const int2 from = valid ? source(row) : int2{kElsewhere, 0};  // peer, row
     const int32_t peer_before = __shfl_up_sync(~0u, from.x, 1);
     const int32_t row_before = __shfl_up_sync(~0u, from.y, 1);
     const bool starts =
