@@ -11,7 +11,7 @@ from magi_jax.plan.lay_out.ways import AUTO, LATE, Overlap
 from magi_jax.plan.solve import Travelling
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.cost.model import CostModel
-from magi_jax.solver.dispatch.balanced import EFFORTS
+from magi_jax.solver.dispatch.effort import EFFORTS
 from magi_jax.solver.dispatch.strategies import STRATEGIES
 from magi_jax.solver.engine import check_engine
 from magi_jax.solver.slice_table import TILE_SIZE

@@ -7,30 +7,30 @@ a limit. The same problem always gets the same answer. See docs/planner.md.
 """
 
 from collections.abc import Callable, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from magi_jax.solver.dispatch.bounds import lower_bounds
+from magi_jax.solver.dispatch.effort import (
+    ALWAYS_SEARCHED,
+    AREA_LIMIT,
+    EFFORTS,
+    effort_of,
+)
 from magi_jax.solver.dispatch.numpy_placement import NumpyPlacement
 from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem
 from magi_jax.solver.dispatch.regular import contiguous, zigzag
-from magi_jax.solver.dispatch.runs import ALL_ORDERS, runs
-from magi_jax.solver.dispatch.starts import GREEDY, Site, dealt, greedy_starts, node_first_starts
+from magi_jax.solver.dispatch.runs import runs
+from magi_jax.solver.dispatch.starts import Site, dealt, greedy_starts, node_first_starts
 from magi_jax.solver.dispatch.units import COARSE_SHARE, FINENESS, Units, fixed_units, make_units
 from magi_jax.solver.engine import check_engine, compiled
 
-# Area of a rank over the mean beyond which chunks are split more finely.
-AREA_LIMIT = 1.014
 # Starting points which cannot be mended in the time at hand are not tried.
 MAX_START_IMBALANCE = 1.25
 # A regular placement is taken without a search when it is this close to its bounds.
 SETTLED_IMBALANCE = 1.002
 SETTLED_GAP = 1.001
-# Up to so many ranks chunks are compared with long runs whatever those move: two ranks cut one document at
-# most, and where it is cut decides how many rows move.
-ALWAYS_SEARCHED = 2
 # How much a whole sequence's rows, summed over ranks, count beside the worst rank's.
 TOTAL_WEIGHT = 0.01
 # How steeply imbalance beyond the limit raises the cost of a placement.
@@ -42,95 +42,6 @@ SPANS_OF_A_MOVE = 15
 # Greedy passes pile travelling rows up on few ranks; it takes so many exchanges to spread them.
 TRAVEL_MOVES = 24_000
 PROBE_SEED, SEARCH_SEED, FINISH_SEED = 2, 3, 77
-
-
-class Round(NamedTuple):
-    """A part of a search.
-
-    Attributes:
-        area: of a rank over the mean, beyond which it is penalised.
-        share: of the proposed exchanges.
-        temperature: rise of the potential that is accepted at first.
-    """
-
-    area: float
-    share: float
-    temperature: float
-
-
-class Effort(NamedTuple):
-    """How long to search.
-
-    Attributes:
-        passes: greedy passes of `starts.GREEDY` that make starting points.
-        node_first: whether others are made from nodes that are settled first.
-        probe: proposed exchanges for each starting point.
-        probe_temperature: of these.
-        searches: of the best starting points, how many are searched.
-        work: proposed exchanges of all searches, times the spans that one touches.
-        area_limit: imbalance from which on a placement counts as worse.
-        node_weight: loads of nodes against those of ranks.
-        period: every so many proposals is a pair of exchanges, of which the second mends the balance
-            after the first.
-        rounds: of each search. The first may be loose: heavy units find their places, and balance comes
-            later.
-        finish: further rounds of the best that was found.
-        overload_cost: how steeply imbalance beyond the limit raises the cost of a placement.
-        hope: a search starts where its best starting point costs less than so many times what is known.
-        few_rows: runs whose rows are at most so many shares of a rank are taken without looking further,
-            beyond `ALWAYS_SEARCHED` ranks.
-        searched_ranks: beyond so many ranks balanced runs are taken, unless they are far from their bound:
-            chunks, of which a rank has as few as ever, are hardly better there.
-        run_orders: orders of the piles of `runs.runs` that are tried.
-    """
-
-    passes: tuple[int, ...]
-    node_first: bool
-    probe: int
-    probe_temperature: float
-    searches: int
-    work: int
-    area_limit: float
-    node_weight: float
-    period: int
-    rounds: tuple[Round, ...]
-    finish: tuple[Round, ...]
-    overload_cost: float
-    hope: float
-    few_rows: float
-    searched_ranks: float
-    run_orders: tuple[tuple[str, str], ...]
-
-
-EFFORTS = MappingProxyType(
-    {
-        "fast": Effort(
-            passes=(0, 1, 4), node_first=False, probe=400, probe_temperature=0.0, searches=1,
-            work=200_000, area_limit=AREA_LIMIT, node_weight=1.5, period=8,
-            rounds=(Round(1.02, 0.5, 0.1), Round(1.01, 0.5, 0.03)), finish=(), overload_cost=200.0,
-            hope=1.25, few_rows=1.0, searched_ranks=48, run_orders=ALL_ORDERS[4::-2],
-        ),
-        "high": Effort(
-            passes=tuple(range(len(GREEDY))), node_first=True, probe=30_000, probe_temperature=0.02,
-            searches=3, work=300_000_000, area_limit=1.0048, node_weight=1.25, period=6,
-            rounds=(Round(1.03, 0.45, 0.3), Round(1.0035, 0.55, 0.1)),
-            finish=(Round(1.0042, 0.5, 0.1), Round(1.0042, 0.5, 0.03)), overload_cost=2000.0,
-            hope=2.0, few_rows=0.0, searched_ranks=np.inf, run_orders=ALL_ORDERS,
-        ),
-    }
-)  # fmt: skip
-
-
-# Two ranks hide what moves between them behind their own work, as a rule, but not what one has to do more.
-AREA_LIMIT_OF_TWO = 1.004
-ROUNDS_OF_TWO = (Round(1.01, 0.5, 0.1), Round(1.003, 0.5, 0.03))
-
-
-def _effort_of(problem: DispatchProblem) -> Effort:
-    effort = EFFORTS[problem.effort]
-    if problem.effort == "fast" and problem.cp_size <= ALWAYS_SEARCHED:
-        return effort._replace(area_limit=AREA_LIMIT_OF_TWO, rounds=ROUNDS_OF_TWO)
-    return effort
 
 
 def balanced(problem: DispatchProblem) -> Assignment:
@@ -179,7 +90,7 @@ class _Runs(NamedTuple):
 
     def are_good_enough(self, problem: DispatchProblem) -> bool:
         """Whether to look no further."""
-        effort, cp_size = _effort_of(problem), problem.cp_size
+        effort, cp_size = effort_of(problem), problem.cp_size
         tokens = -(-int(problem.edges[-1]) // cp_size)
         most = int(self.units.need_rows.max())
         if self.move_little(problem) or _meets_bounds(self.score, most, tokens, node_size(problem)):
@@ -191,14 +102,14 @@ class _Runs(NamedTuple):
 
     def move_little(self, problem: DispatchProblem) -> bool:
         """Whether rows cost little beside all else."""
-        few_rows, cp_size = _effort_of(problem).few_rows, problem.cp_size
+        few_rows, cp_size = effort_of(problem).few_rows, problem.cp_size
         few = few_rows * int(problem.edges[-1]) / cp_size
         return cp_size > ALWAYS_SEARCHED and self.cost <= few
 
 
 def _placed_runs(problem: DispatchProblem, per_node: int) -> _Runs | None:
     make_placement, best = placement_maker(problem.engine), None
-    for placed in runs(problem, _effort_of(problem).run_orders):
+    for placed in runs(problem, effort_of(problem).run_orders):
         units = fixed_units(problem, placed.edges, problem.engine)
         placement = make_placement(units, problem.cp_size, per_node)
         score = _score(placement.measure(placed.owner.astype(np.int32)), problem.cp_size)
@@ -211,7 +122,7 @@ def _placed_runs(problem: DispatchProblem, per_node: int) -> _Runs | None:
 
 def _final_cost(score: "_Score", problem: DispatchProblem) -> float:
     """What finished placements are compared by."""
-    effort = _effort_of(problem)
+    effort = effort_of(problem)
     return score.cost(effort.area_limit, effort.overload_cost)
 
 
@@ -321,7 +232,7 @@ def _search(
     """Probes all starting points, then searches from the best, unless that will not cost less than ``known``,
     the cost of another placement.
     """
-    effort, cp_size = _effort_of(problem), problem.cp_size
+    effort, cp_size = effort_of(problem), problem.cp_size
     mean_area = units.area.sum() / cp_size
 
     def refine(owner: np.ndarray, area: float, moves: int, seed: int, temperature: float):
