@@ -209,9 +209,11 @@ def test_every_source_is_in_exactly_one_build_target():
 
 
 def test_names_of_test_files_are_unique():
-    """pytest imports them by their bare name, so that one of two would not run."""
-    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
-    assert not [name for name, count in names.items() if count > 1]
+    """pytest and tests import files by their bare name, so that of two the wrong one might come."""
+    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    names = Counter(path.name for path in files)
+    shared = {"conftest.py", "__init__.py"}
+    assert not [name for name, count in names.items() if count > 1 and name not in shared]
 
 
 @pytest.mark.filterwarnings("always")

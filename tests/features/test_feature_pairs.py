@@ -3,9 +3,9 @@
 docs/features.md lists which case shows what; tools/feature_table.py writes it.
 """
 
-import distributed
 import one_device
 import pytest
+import several_devices
 from feature_check import check
 from feature_pairs import distributed_cases, one_device_cases
 
@@ -21,4 +21,4 @@ def test_one_device(number, rng):
 @pytest.mark.parametrize("number", range(len(distributed_cases())))
 def test_distributed(number, rng):
     case = distributed_cases()[number]
-    check(case, *distributed.run(case, rng, DIMS))
+    check(case, *several_devices.run(case, rng, DIMS))

@@ -1,11 +1,11 @@
 """Features of attention in combination on the device: the cases of tests/features, on all GPUs."""
 
-import distributed
 import jax
 import jax.numpy as jnp
 import numpy as np
 import one_device
 import pytest
+import several_devices
 from feature_check import check
 from feature_pairs import distributed_cases, on_a_gpu, one_device_cases
 
@@ -33,7 +33,7 @@ def test_one_device(number, rng):
 @pytest.mark.parametrize("number", range(len(distributed_cases())))
 def test_distributed(number, rng):
     case = on_this_gpu(distributed_cases()[number])
-    check(case, *distributed.run(case, rng, DIMS))
+    check(case, *several_devices.run(case, rng, DIMS))
 
 
 def test_a_batch_under_a_shared_table(rng):
