@@ -18,7 +18,6 @@ import functools
 import json
 import pathlib
 import statistics
-import time
 from collections.abc import Callable
 
 import jax
@@ -28,19 +27,18 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import add_process_flags, save_ranks, start
-from timing import steady_seconds
+from timing import mean_seconds
 
 import magi_jax
-from magi_jax import masks
+from magi_jax import dist_attention, masks
 from magi_jax.comm import attention_staging_bytes, symmetric_memory
 from magi_jax.parallel import DistOptions
-from magi_jax.plan import PlanConfig, make_plan, slice_table
+from magi_jax.plan import AttentionPlan, PlanConfig, make_plan, slice_table
 from magi_jax.solver.cost.model import CostModel
 
 HEAD_DIM = 128
 WINDOW, FRAME = 1024, 2048
 RANK = 32768
-PACE = {"lead_s": 0.15, "budget_s": 0.2}  # of timed calls, and of those before them
 SETTLE_S, TURN_S = 0.3, 0.12  # before what is compared, and of each turn
 TURNS, LONG_TURNS = 4, 3  # of everything that is compared; the latter of calls that are longer
 TRACED_S = 0.3  # of calls in a row in a profile
@@ -105,20 +103,10 @@ def documents(kind: str, length: int) -> np.ndarray:
 def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
     """Rows of one mask: one GPU, then every transport."""
     cp_size = mesh.size
-    model = CostModel(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM)
-    config = PlanConfig(overlap=args.overlap, roll_shifts=(), cost_model=model, effort=args.effort)
-    plan = make_plan(mask, cp_size, config)
-    report = plan.report()
-    label = {
-        "mask": name,
-        "heads": f"{num_heads}:{num_kv_heads}",
-        "tokens": args.tokens,
-        "imbalance": float(report.imbalance),
-        "remote_stages": plan.spec.num_remote_stages,
-        "backward_stages": len(plan.backward_stages.comm),
-        "late_rows": late_rows(plan),
-        "remote_rows": int(max(report.recv_rows)),
-    }
+    heads = num_heads, num_kv_heads
+    plan = plan_of(mask, cp_size, heads, overlap=args.overlap, effort=args.effort)
+    label = {"mask": name, "heads": f"{num_heads}:{num_kv_heads}", "tokens": args.tokens}
+    label |= described(plan)
     flops = 4 * mask.area * num_heads * HEAD_DIM / cp_size
     tensors = operands(mesh, cp_size * plan.spec.local_len, num_heads, num_kv_heads)
     placed = jax.device_put(plan, NamedSharding(mesh, P("cp")))
@@ -128,14 +116,9 @@ def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
             single = "each GPU" if args.busy or args.coordinator else "one GPU"
             calls[single] = single_gpus(mesh, mask, num_heads, num_kv_heads, single == "one GPU")
         for transport in args.transports:
-            memory = chosen(transport, mesh, plan, (num_heads, num_kv_heads), args)
-            which, check = stack.enter_context(memory)
+            which, check = stack.enter_context(chosen(transport, mesh, plan, heads, args))
             checks.append(check)
-
-            def call(q, k, v, plan, options=DistOptions(transport=which)):  # noqa: B008
-                return magi_jax_dist(q, k, v, plan, mesh, options)
-
-            calls[transport] = passes(call, tensors, placed)
+            calls[transport] = our_passes(tensors, placed, mesh, which)
         times = in_turns(calls)
         for transport in args.transports if args.trace else ():
             trace(args.trace / f"{name}_{num_kv_heads}_{transport}", calls[transport])
@@ -175,21 +158,28 @@ def in_turns(calls: dict[str, dict[str, Callable]]) -> dict[str, dict[str, float
 
 def run(call: Callable, count: int) -> float:
     """Mean seconds of back-to-back calls, of the slowest process."""
-    start = time.perf_counter()
-    for _ in range(count):
-        result = call()
-    jax.block_until_ready(result)
-    seconds = (time.perf_counter() - start) / count
+    seconds = mean_seconds(call, jax.block_until_ready, count)
     if jax.process_count() == 1:
         return seconds
     return float(multihost_utils.process_allgather(np.float64(seconds)).max())
 
 
-def late_rows(plan) -> int:
-    """Late queries of the rank that has most."""
-    if plan.late is None:
-        return 0
-    return int(plan.late.num_rows.max())
+def plan_of(mask, cp_size: int, heads: tuple[int, int], **options) -> AttentionPlan:
+    """The plan that is timed; ``options`` are those of `PlanConfig`."""
+    model = CostModel(num_heads=heads[0], num_kv_heads=heads[1], head_dim=HEAD_DIM)
+    return make_plan(mask, cp_size, PlanConfig(roll_shifts=(), cost_model=model, **options))
+
+
+def described(plan: AttentionPlan) -> dict:
+    """What a figure says of its plan; late queries and rows are those of the rank that has most."""
+    report = plan.report()
+    return {
+        "imbalance": float(report.imbalance),
+        "remote_stages": plan.spec.num_remote_stages,
+        "backward_stages": len(plan.backward_stages.comm),
+        "late_rows": 0 if plan.late is None else int(plan.late.num_rows.max()),
+        "remote_rows": int(max(report.recv_rows)),
+    }
 
 
 def single_gpus(
@@ -214,10 +204,14 @@ def single_gpus(
     }
 
 
-def magi_jax_dist(q, k, v, plan, mesh, options):
-    from magi_jax.parallel.dist_attention import dist_attention
+def our_passes(tensors, plan, mesh, transport) -> dict[str, Callable]:
+    """`passes` of `dist_attention`; ``plan`` is sharded already."""
+    options = DistOptions(transport=transport)
 
-    return dist_attention(q, k, v, plan, mesh=mesh, options=options)
+    def call(q, k, v, plan):
+        return dist_attention(q, k, v, plan, mesh=mesh, options=options)
+
+    return passes(call, tensors, plan)
 
 
 class chosen:  # noqa: N801, a context manager
@@ -262,12 +256,6 @@ def _maker(place: NamedSharding, rows: int, num_heads: int, num_kv_heads: int) -
         ]
 
     return make
-
-
-def both_passes(call, tensors, tables) -> dict[str, float]:
-    """Seconds of the forward pass and of the gradients alone, from saved residuals."""
-    calls = passes(call, tensors, tables)
-    return {name: steady_seconds(each, **PACE) for name, each in calls.items()}
 
 
 def passes(call, tensors, tables) -> dict[str, Callable]:

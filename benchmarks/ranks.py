@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from distributed import HEAD_DIM, cases, in_turns, late_rows, operands, single_gpus
+from distributed import HEAD_DIM, cases, described, in_turns, operands, plan_of, single_gpus
 from jax.sharding import AxisType, Mesh
 from provenance import save
 
@@ -24,8 +24,7 @@ from magi_jax.comm.portable import PORTABLE
 from magi_jax.ops import get_implementation
 from magi_jax.parallel.pipeline import Link
 from magi_jax.parallel.stages import Stages
-from magi_jax.plan import AttentionPlan, PlanConfig, make_plan
-from magi_jax.solver.cost.model import CostModel
+from magi_jax.plan import AttentionPlan
 
 
 def main() -> None:
@@ -45,9 +44,7 @@ def main() -> None:
         heads = tuple(map(int, text.split(":")))
         named = cases(args.tokens * args.cp)
         for name in args.masks or named:
-            model = CostModel(num_heads=heads[0], num_kv_heads=heads[1], head_dim=HEAD_DIM)
-            config = PlanConfig(overlap=args.overlap, roll_shifts=(), cost_model=model)
-            plan = make_plan(named[name], args.cp, config)
+            plan = plan_of(named[name], args.cp, heads, overlap=args.overlap)
             calls = {"alone": single_gpus(mesh, named[name], *heads, first_only=True)}
             calls |= {f"rank {r}": rank_calls(mesh, plan, r, *heads) for r in range(args.cp)}
             rows += figures({"mask": name, "heads": text} | described(plan), in_turns(calls), args)
@@ -125,18 +122,6 @@ def rank_calls(mesh, plan: AttentionPlan, rank: int, num_heads: int, num_kv_head
     return {
         "forward": lambda: forward(ready, q, k, v, part),
         "backward": lambda: backward(ready, dout, results, q, k, v, part),
-    }
-
-
-def described(plan: AttentionPlan) -> dict:
-    """What a figure says of its plan."""
-    report = plan.report()
-    return {
-        "imbalance": float(report.imbalance),
-        "remote_stages": plan.spec.num_remote_stages,
-        "backward_stages": len(plan.backward_stages.comm),
-        "late_rows": late_rows(plan),
-        "remote_rows": int(max(report.recv_rows)),
     }
 
 

@@ -9,21 +9,20 @@ number of heads or a mask is named with its reason. The same flags start one pro
 """
 
 import argparse
+from collections.abc import Callable
 
 import jax
 import numpy as np
 from baselines import layouts, strategies
 from baselines.base import Problem, Strategy
-from distributed import HEAD_DIM, both_passes, cases, chosen, magi_jax_dist, operands
+from distributed import HEAD_DIM, cases, chosen, operands, our_passes, passes, plan_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from processes import add_process_flags, save_ranks, start
 from scaling.work import document_lengths, strategy_names
-
-from magi_jax.parallel import DistOptions
-from magi_jax.plan import PlanConfig, make_plan
-from magi_jax.solver.cost.model import CostModel
+from timing import steady_seconds
 
 OURS = "magi_jax"
+PACE = {"lead_s": 0.15, "budget_s": 0.2}  # of timed calls, and of those before them
 
 
 def main() -> None:
@@ -77,16 +76,11 @@ def time_ours(
 ) -> dict[str, float]:
     """Seconds of both passes of `dist_attention`."""
     num_heads, num_kv_heads = map(int, heads.split(":"))
-    model = CostModel(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM)
-    plan = make_plan(problem.mask, mesh.size, PlanConfig(roll_shifts=(), cost_model=model))
+    plan = plan_of(problem.mask, mesh.size, (num_heads, num_kv_heads))
     tensors = operands(mesh, mesh.size * plan.spec.local_len, num_heads, num_kv_heads)
     placed = jax.device_put(plan, NamedSharding(mesh, PartitionSpec("cp")))
     with chosen(args.transport, mesh, plan, (num_heads, num_kv_heads), args) as (which, check):
-
-        def call(q, k, v, plan):
-            return magi_jax_dist(q, k, v, plan, mesh, DistOptions(transport=which))
-
-        times = both_passes(call, tensors, placed)
+        times = timed(our_passes(tensors, placed, mesh, which))
         check()
     return times
 
@@ -99,7 +93,12 @@ def time_rival(strategy: Strategy, mesh: Mesh, problem: Problem, heads: str) -> 
     placed = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), rows), tables)
     length = int(layouts.rows_held(strategy.layout(problem)).max())
     tensors = operands(mesh, mesh.size * length, *map(int, heads.split(":")))
-    return both_passes(strategy.attention(devices), tensors, placed)
+    return timed(passes(strategy.attention(devices), tensors, placed))
+
+
+def timed(calls: dict[str, Callable]) -> dict[str, float]:
+    """Seconds of each pass."""
+    return {name: steady_seconds(each, **PACE) for name, each in calls.items()}
 
 
 def rates(times: dict[str, float], flops: float) -> dict[str, float]:

@@ -29,18 +29,9 @@ def seconds(
         most: most calls of one repeat.
     """
     wait(call())
-    start = time.perf_counter()
-    wait(call())
-    once = time.perf_counter() - start
+    once = mean_seconds(call, wait, 1)
     count = _agreed(min(max(1, int(budget_s / repeats / once)), most))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(count):
-            result = call()
-        wait(result)
-        times.append((time.perf_counter() - start) / count)
-    return statistics.median(times)
+    return statistics.median(mean_seconds(call, wait, count) for _ in range(repeats))
 
 
 def steady_seconds(
@@ -62,17 +53,10 @@ def steady_seconds(
             where those would take ten times as long.
     """
     wait(call())
-    start = time.perf_counter()
-    wait(call())
-    once = time.perf_counter() - start
+    once = mean_seconds(call, wait, 1)
 
     def run(long_s: float) -> float:
-        count = _agreed(max(1, int(long_s / once)))
-        start = time.perf_counter()
-        for _ in range(count):
-            result = call()
-        wait(result)
-        return (time.perf_counter() - start) / count
+        return mean_seconds(call, wait, _agreed(max(1, int(long_s / once))))
 
     if once < lead_s:
         once = run(lead_s)

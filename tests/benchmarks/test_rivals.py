@@ -9,7 +9,7 @@ def test_ours_first_then_every_rival_that_serves(capsys, monkeypatch):
     command = "rivals.py --cp 2 --tokens 512 --heads 2:1 --transport portable"
     command += " --masks tiny_varlen_causal --rivals hybrid"
     monkeypatch.setattr(sys, "argv", command.split())
-    monkeypatch.setattr("distributed.PACE", {"lead_s": 0.0, "budget_s": 0.0})
+    monkeypatch.setattr("rivals.PACE", {"lead_s": 0.0, "budget_s": 0.0})
     rivals.main()
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[2] for line in printed] == ["magi_jax", "hybrid"]

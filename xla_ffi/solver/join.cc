@@ -29,31 +29,32 @@ void Sort(BandSlice* first, BandSlice* last, const Less& less) {
   }
 }
 
-// Of rectangles sorted by queries, in place; returns the new end.
-BandSlice* JoinInKeys(BandSlice* first, BandSlice* last) {
-  BandSlice* out = first;
-  for (BandSlice* slice = first; slice != last; ++slice) {
-    BandSlice* before = out - 1;
-    if (out != first && before->q_start == slice->q_start && before->q_end == slice->q_end &&
-        before->k_end == slice->k_start) {
-      before->k_end = slice->k_end;
-      before->d_max = slice->d_max;
-    } else {
-      *out++ = *slice;
-    }
-  }
-  return out;
-}
+// An axis along which rectangles are joined: where they begin and end on it, where on the other,
+// which has to be the same, and the diagonal that moves with the end.
+struct Axis {
+  int64_t BandSlice::* start;
+  int64_t BandSlice::* end;
+  int64_t BandSlice::* other_start;
+  int64_t BandSlice::* other_end;
+  int64_t BandSlice::* diagonal;
+};
 
-// Of rectangles sorted by keys, in place; returns the new end.
-BandSlice* JoinInQueries(BandSlice* first, BandSlice* last) {
+constexpr Axis kKeys{&BandSlice::k_start, &BandSlice::k_end, &BandSlice::q_start, &BandSlice::q_end,
+                     &BandSlice::d_max};
+constexpr Axis kQueries{&BandSlice::q_start, &BandSlice::q_end, &BandSlice::k_start,
+                        &BandSlice::k_end, &BandSlice::d_min};
+
+// Of rectangles sorted by the other axis, in place; returns the new end.
+template <const Axis& axis>
+BandSlice* Join(BandSlice* first, BandSlice* last) {
   BandSlice* out = first;
   for (BandSlice* slice = first; slice != last; ++slice) {
     BandSlice* before = out - 1;
-    if (out != first && before->k_start == slice->k_start && before->k_end == slice->k_end &&
-        before->q_end == slice->q_start) {
-      before->q_end = slice->q_end;
-      before->d_min = slice->d_min;
+    if (out != first && before->*axis.other_start == slice->*axis.other_start &&
+        before->*axis.other_end == slice->*axis.other_end &&
+        before->*axis.end == slice->*axis.start) {
+      before->*axis.end = slice->*axis.end;
+      before->*axis.diagonal = slice->*axis.diagonal;
     } else {
       *out++ = *slice;
     }
@@ -79,10 +80,10 @@ std::vector<GroupedSlice> JoinRectangles(const std::vector<GroupedSlice>& slices
     BandSlice *first = sorted.data() + ptr[part], *last = sorted.data() + ptr[part + 1];
     if (part % 2 == 0) {
       Sort(first, last, ByQueries);
-      last = JoinInKeys(first, last);
+      last = Join<kKeys>(first, last);
     }
     Sort(first, last, ByKeys);
-    if (part % 2 == 0) last = JoinInQueries(first, last);
+    if (part % 2 == 0) last = Join<kQueries>(first, last);
     for (; first != last; ++first) out.push_back({*first, part / 2});
   }
   return out;

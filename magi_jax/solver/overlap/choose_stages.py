@@ -9,6 +9,7 @@ from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.work.find_work import Work, traffic
 from magi_jax.solver.work.remote import Remote
 from magi_jax.solver.work.stages import Staged
+from magi_jax.solver.work.two_level import is_near
 from magi_jax.solver.work.two_level import traffic as two_level_traffic
 
 MOST_STAGES = 4
@@ -179,8 +180,8 @@ def _choose(
 def _has_both(work: Work, machine: Machine) -> bool:
     """Whether rows come from own nodes and from others."""
     per_node = machine.node_of(work.layout.cp_size)
-    is_near = work.far.src // per_node == work.far.dst // per_node
-    return bool(is_near.any() and not is_near.all())
+    near = is_near(work.far, per_node)
+    return bool(near.any() and not near.all())
 
 
 def _least(times_us: dict[Kind, float]) -> Kind:

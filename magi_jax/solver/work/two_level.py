@@ -141,6 +141,11 @@ def split_stages(
     )
 
 
+def is_near(remote: Remote, ranks_per_node: int) -> np.ndarray:
+    """Of each range, whether it stays in its node, bool ``[R]``."""
+    return remote.src // ranks_per_node == remote.dst // ranks_per_node
+
+
 def split_by_node(
     remote: Remote, near: Sequence[bool], cp_size: int, ranks_per_node: int
 ) -> Remote:
@@ -156,10 +161,10 @@ def split_by_node(
     Raises:
         ValueError: there are rows of a kind without stages.
     """
-    is_near = remote.src // ranks_per_node == remote.dst // ranks_per_node
+    near_rows = is_near(remote, ranks_per_node)
     parts = []
     for kind in (True, False):
-        rows = Remote(*(column[is_near == kind] for column in remote))
+        rows = Remote(*(column[near_rows == kind] for column in remote))
         stages = np.flatnonzero(np.asarray(near, bool) == kind)
         if len(stages):
             cut = split_stages(rows, len(stages), cp_size, ranks_per_node)
