@@ -8,9 +8,9 @@ import time
 import jax
 import numpy as np
 import pytest
-from group_problem import normal
+from group_problem import check_plans_in_a_row, normal, on_devices
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from transfers import DST_ROWS, SRC_ROWS, numpy_cast, numpy_reduce, padded, random_comm
 
@@ -26,7 +26,8 @@ def main() -> None:
     mesh = Mesh(np.array(jax.devices()), ("cp",), axis_types=(AxisType.Auto,))
     # Every process makes the same tables and arrays.
     rng = np.random.default_rng(int(os.environ["SEED"]))
-    run = {"conformance": conformance, "killed": killed, "plans": plans}[scenario]
+    scenarios = {"conformance": conformance, "killed": killed, "plans": plans, "thousand": thousand}
+    run = scenarios[scenario]
     run(mesh, {"placement": placement, "staging_bytes": ROOM}, rng)
     print("passed", flush=True)
 
@@ -43,6 +44,11 @@ def conformance(mesh: Mesh, room: dict, rng: np.random.Generator) -> None:
             memory.check()
             np.testing.assert_array_equal(cast, numpy_cast(x, comm))
             np.testing.assert_allclose(reduced, numpy_reduce(y, comm), rtol=2e-6, atol=2e-6)
+
+
+def thousand(mesh: Mesh, room: dict, rng: np.random.Generator) -> None:
+    with symmetric_memory(mesh, "cp", timeout_s=60, **room) as memory:
+        check_plans_in_a_row(mesh, memory, rng)
 
 
 def killed(mesh: Mesh, room: dict, rng: np.random.Generator) -> None:
@@ -92,13 +98,6 @@ def collective(mesh: Mesh, transport):
         return cast[None], group_reduce(y[0], comm, "cp", transport=transport)[None]
 
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("cp"), out_specs=P("cp")))
-
-
-def on_devices(mesh: Mesh, tree):
-    place = NamedSharding(mesh, P("cp"))
-    return jax.tree.map(
-        lambda a: jax.make_array_from_callback(a.shape, place, lambda index: a[index]), tree
-    )
 
 
 def gather(tree):

@@ -4,7 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from group_problem import PLACEMENTS, WAYS, in_both_ways, mesh_of, normal, sharded
+from group_problem import (
+    PLACEMENTS,
+    WAYS,
+    check_plans_in_a_row,
+    in_both_ways,
+    mesh_of,
+    normal,
+    sharded,
+)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from transfers import DST_ROWS, SRC_ROWS, numpy_cast, numpy_reduce, padded, random_comm
@@ -126,29 +134,9 @@ def test_lse_merge_and_its_gradients(cp_size, rng):
 
 @ways
 def test_a_thousand_plans_in_a_row(placement, rng):
-    """One program, a new table each time, results checked on the device; nothing grows."""
-    cp_size = SIZES[-1]
-    mesh = mesh_of(cp_size)
-
-    def body(comm, x, expected):
-        cast = group_cast(x, comm, "cp", transport=memory.transport)
-        return jnp.max(jnp.abs(cast - expected))[None]
-
+    mesh = mesh_of(SIZES[-1])
     with open_memory(mesh, placement) as memory:
-        run = sharded(body, mesh)
-        x = normal(rng, cp_size, SRC_ROWS, 64)
-        worst, in_use = [], []
-        for step in range(1000):
-            comm = padded(random_comm(rng, cp_size, with_self=bool(step % 2)))
-            comm = CommMeta(comm.send, comm.recv, padded(random_comm(rng, cp_size)).spec)
-            worst.append(run(comm, x, numpy_cast(x, comm)))
-            if step % 100 == 99:
-                jax.block_until_ready(worst)
-                memory.check()
-                in_use.append([d.memory_stats()["bytes_in_use"] for d in mesh.devices.flat])
-        assert max(float(jnp.max(w)) for w in worst) == 0.0
-        assert run._cache_size() == 1
-        assert np.ptp(np.array(in_use[1:]), axis=0).max() < 1 << 20
+        check_plans_in_a_row(mesh, memory, rng)
 
 
 @within_a_process

@@ -45,15 +45,16 @@ def run_processes(scenario: str, placement: str = "staged") -> list[tuple[int, s
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("scenario", ["conformance", "plans"])
+@pytest.mark.parametrize("scenario", ["conformance", "plans", "thousand"])
 def test_processes(scenario, placement):
     for code, output in run_processes(scenario, placement):
         assert code == 0, output
         assert "passed" in output
 
 
-def test_a_killed_process_ends_the_others_with_an_error():
-    *others, (gone, _) = run_processes("killed")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_killed_process_ends_the_others_with_an_error(placement):
+    *others, (gone, _) = run_processes("killed", placement)
     assert gone == 9
     for code, output in others:
         assert code == 0, output
