@@ -1,16 +1,20 @@
 #!/bin/sh
-# On a machine with several NVIDIA GPUs: group collectives and distributed attention over all of them. Correctness
-# first, then collectives and attention in one process and in one process per GPU, then the rivals. The package
-# with its CUDA kernels must be importable. About twenty minutes on eight GPUs, or three of everything in small
-# with "short" as the third argument.
+# On a machine with several NVIDIA GPUs: group collectives and distributed attention over all of them, in one
+# process and in one process per GPU. The package with its CUDA kernels must be importable.
 #
-#   sh benchmarks/on_node.sh [FOLDER] [COMMIT] [short]
-set -eu
+#   sh benchmarks/on_node.sh [FOLDER] [COMMIT] [whole|short] [PART ...]
+#
+# Parts are tests, collectives, attention, processes (attention in one process per GPU) and rivals; all by
+# default, correctness first. "short" is everything in small. What fails, or takes longer than its time, is
+# named at the end and keeps nothing else from running.
+set -u
 folder="${1:-benchmarks/results}"
 commit="${2:-$(git rev-parse --short HEAD)}"
 length="${3:-whole}"
+[ $# -gt 3 ] && shift 3 || set -- tests collectives attention processes rivals
 gpus="$(nvidia-smi -L | wc -l)"
 port=29517
+failed=""
 mkdir -p "$folder"
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
 # A host's GPUs share the switch that multicast claims.
@@ -20,11 +24,18 @@ name() {
     echo "$folder/$1_${gpus}x_h200.json"
 }
 
+limited() {
+    timeout -k 5 "$limit_s" python3 "$@" || {
+        echo "failed with $?: $*"
+        return 1
+    }
+}
+
 one_process() {
     echo "== one process, $gpus GPUs: $*"
     script="$1"
     shift
-    python3 "benchmarks/$script" "$@" --commit "$commit"
+    limited "benchmarks/$script" "$@" --commit "$commit" || failed="$failed $script"
 }
 
 process_per_gpu() {
@@ -35,24 +46,26 @@ process_per_gpu() {
     waited=""
     rank=0
     while [ "$rank" -lt "$gpus" ]; do
-        python3 "benchmarks/$script" "$@" --commit "$commit" \
+        limited "benchmarks/$script" "$@" --commit "$commit" \
             --coordinator "localhost:$port" --processes "$gpus" --process "$rank" &
         waited="$waited $!"
         rank=$((rank + 1))
     done
     for process in $waited; do
-        wait "$process"
+        wait "$process" || failed="$failed $script:processes"
     done
 }
 
 if [ "$length" = short ]; then
-    tests="-k cast"
+    limit_s=90
+    tests="thousand and direct or killed and staged"
     pieces="--mebibytes 64 --piece-kibibytes 1024 --blocks 8"
     sizes="8192"
     heads="64:8"
     masks="--masks full varlen_causal"
     rivals="--rivals ulysses ring_zigzag"
 else
+    limit_s=600
     tests=""
     pieces=""
     sizes="8192 32768"
@@ -63,15 +76,42 @@ fi
 
 # Options are words without spaces of their own, to be split.
 # shellcheck disable=SC2086
-{
-    python3 -m pytest -q -p no:cacheprovider tests/gpu/test_native_collectives*.py $tests
-    one_process collectives.py $pieces --json "$(name collectives)"
-    process_per_gpu collectives.py $pieces --no-peers --json "$(name collectives_processes)"
-    for tokens in $sizes; do
-        shared="--tokens $tokens --heads $heads $masks"
-        one_process distributed.py $shared --busy --json "$(name "distributed_$tokens")"
-        process_per_gpu distributed.py $shared --transports native \
-            --json "$(name "distributed_processes_$tokens")"
-        one_process rivals.py $shared $rivals --json "$(name "rivals_$tokens")"
-    done
-}
+for part in "$@"; do
+    case "$part" in
+    tests)
+        echo "== tests"
+        limited -m pytest -q -p no:cacheprovider tests/gpu/test_native_collectives*.py -k "$tests" ||
+            failed="$failed tests"
+        ;;
+    collectives)
+        one_process collectives.py $pieces --json "$(name collectives)"
+        process_per_gpu collectives.py $pieces --no-peers --json "$(name collectives_processes)"
+        ;;
+    attention | processes | rivals)
+        for tokens in $sizes; do
+            shared="--tokens $tokens --heads $heads $masks"
+            case "$part" in
+            attention)
+                one_process distributed.py $shared --busy --json "$(name "distributed_$tokens")"
+                ;;
+            processes)
+                process_per_gpu distributed.py $shared --transports native \
+                    --json "$(name "distributed_processes_$tokens")"
+                ;;
+            rivals)
+                one_process rivals.py $shared $rivals --json "$(name "rivals_$tokens")"
+                ;;
+            esac
+        done
+        ;;
+    *)
+        echo "no such part: $part"
+        failed="$failed $part"
+        ;;
+    esac
+done
+if [ -n "$failed" ]; then
+    echo "failed:$failed"
+    exit 1
+fi
+echo "all parts ran"
