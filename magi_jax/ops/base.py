@@ -105,8 +105,10 @@ class Implementation(abc.ABC):
             scale: as in `forward`.
             logits_soft_cap: as in `forward`.
             dkv_dtype: float32 or the dtype of k, which is the default.
-            dq_dtype: float32 or, where nothing is accumulated, the dtype of q.
-            accumulate: ``dq [T, N, H]`` float32 for other keys, to add to.
+            dq_dtype: float32 or the dtype of q; with ``accumulate`` its dtype.
+            accumulate: ``dq [T, N, H]`` of other calls. In float32 it is added to. In a shorter dtype of q it
+                is what calls for other tiles of queries gave: tiles that see no key here keep it, all rows
+                of the others are overwritten, so nothing is rounded twice.
 
         Returns:
             ``dq [T, N, H]``, ``dk [S, K, H]`` and ``dv [S, K, Hv]``.
@@ -214,13 +216,23 @@ def check_dq(dq_dtype: Any, accumulate: jax.Array | None, q: jax.Array) -> jnp.d
     dtype = result_dtype(dq_dtype, q, "dq_dtype")
     if accumulate is None:
         return dtype
-    if accumulate.shape != q.shape or accumulate.dtype != jnp.float32:
+    if accumulate.shape != q.shape or accumulate.dtype not in (q.dtype, jnp.float32):
         raise ValueError(
-            f"accumulate must be dq {q.shape} float32; got {accumulate.shape} {accumulate.dtype}"
+            f"accumulate must be dq {q.shape} in float32 or {q.dtype}; got {accumulate.shape}"
+            f" {accumulate.dtype}"
         )
-    if dtype != jnp.float32:
-        raise ValueError(f"what is added to accumulate is float32; got dq_dtype={dq_dtype}")
+    if dtype != accumulate.dtype:
+        raise ValueError(
+            f"dq has the dtype of accumulate, {accumulate.dtype}; got dq_dtype={dq_dtype}"
+        )
     return dtype
+
+
+def write_tiles(dq: jax.Array, accumulate: jax.Array, table: SliceTable) -> jax.Array:
+    """Puts rows of query tiles that see a key into the gradient of other calls, ``[T, N, H]``."""
+    ptr = jnp.asarray(table.by_query.ptr)
+    rows = jnp.repeat(ptr[1:] > ptr[:-1], table.tile_size, total_repeat_length=dq.shape[0])
+    return jnp.where(rows[:, None, None], dq, accumulate)
 
 
 def result_dtype(dtype: Any, operand: jax.Array, name: str) -> jnp.dtype:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from magi_jax import mesh
-from magi_jax.ops import ffi
+from magi_jax.ops import base, ffi
 from magi_jax.plan import SliceTable
 
 FORWARD = "magi_jax_ffa_forward"
@@ -69,6 +69,9 @@ def backward(
     ``dtypes`` are those of dq, and of dk and dv.
     """
     _, q, k, v, _, _ = tensors
+    replaced = None
+    if accumulate is not None and accumulate.dtype != jnp.float32:
+        accumulate, replaced = None, accumulate
     added_to = () if accumulate is None else (accumulate,)
     operands = mesh.unify_varying(*tensors, table.slices, *table.by_query, *table.by_key, *added_to)
     dq_dtype, dkv_dtype = dtypes
@@ -77,7 +80,8 @@ def backward(
     target = BACKWARD if accumulate is None else BACKWARD_ACCUMULATE
     aliases = None if accumulate is None else {len(operands) - 1: 0}
     dq, dk, dv, *_ = _call(target, kernel, operands, results, aliases, table, options)
-    return dq.astype(dq_dtype), dk, dv
+    dq = dq.astype(dq_dtype)
+    return dq if replaced is None else base.write_tiles(dq, replaced, table), dk, dv
 
 
 def _call(target, kernel, operands, results, aliases, table, options):

@@ -108,7 +108,11 @@ class ReferenceImplementation(base.Implementation):
         dk = _seen_product("nts,tnh->snh", dlogits, x.q, x.visible)
         dv = _seen_product("nts,tnh->snh", weights, dout, x.visible)
         dk, dv = (_sum_groups(d, k.shape[1]).astype(dtype) for d in (dk, dv))
-        return dq.astype(dq_dtype) if accumulate is None else accumulate + dq, dk, dv
+        if accumulate is None:
+            return dq.astype(dq_dtype), dk, dv
+        if dq_dtype == jnp.float32:
+            return accumulate + dq, dk, dv
+        return base.write_tiles(dq.astype(dq_dtype), accumulate, table), dk, dv
 
 
 def _check_size(q, k) -> None:

@@ -246,6 +246,34 @@ def test_gradients_accumulate(implementation, rng):
         problem.assert_close(sum(parts), getattr(want, name), 1e-5, name)
 
 
+def test_gradients_of_other_tiles_stay(implementation, rng):
+    """dQ of tiles of queries in turns, in a short dtype, where each tile is written by one call alone."""
+    q, k, v, dout, _ = problem.tensors(rng, LAYOUTS[0])
+    q, k, v, dout = (x.astype("bfloat16") for x in (q, k, v, dout))
+    size, tile = (problem.SIZE, problem.K_SIZE), 64
+    mask = problem.all_masks()["varlen_causal"]
+    parts = [mask & masks.global_rows(*size, rows=rows) for rows in ((tile, 2 * tile), (0, tile))]
+    tables = [slice_table(part, tile_size=tile) for part in parts]
+    kernel, options = get_implementation(implementation), {"scale": 0.3, "logits_soft_cap": 0.0}
+
+    @jax.jit
+    def gradients(q, k, v, dout, whole, tables, dq):
+        out, lse = kernel.forward(q, k, v, whole, out_dtype=jnp.float32, **options)
+        rows = (dout, q, k, v, lse, jnp.sum(dout.astype(jnp.float32) * out, axis=-1))
+        for table in tables:
+            dq, *_ = kernel.backward(*rows, table, accumulate=dq, dq_dtype=q.dtype, **options)
+        return dq
+
+    given = jnp.full(q.shape, 7.0, q.dtype)
+    dq = gradients(q, k, v, dout, slice_table(mask, tile_size=tile), tables, given)
+    assert dq.dtype == q.dtype
+    arrays = [np.asarray(x, np.float64) for x in (q, k, v, dout)]
+    dlse = np.zeros(dout.shape[:2])
+    want = problem.oracle.attention_grads(*arrays[:3], mask.dense(), arrays[3], dlse, scale=0.3).dq
+    want[2 * tile :] = 7.0
+    problem.assert_close(dq, want, 6e-3, "dq")
+
+
 def test_repeats_give_equal_bits(implementation, rng):
     inputs = problem.tensors(rng, LAYOUTS[0])
     table = problem.table_of(problem.all_masks()["block_causal_global"])

@@ -131,10 +131,9 @@ def test_backward_dtypes():
         kernel.forward(x, x, x, table, accumulate=(zeros(8, 2, 5), zeros(8, 2)), **options)
     grads = kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, **options)
     assert [g.dtype.name for g in grads] == ["float32", "bfloat16", "bfloat16"]
-    with pytest.raises(
-        ValueError, match=r"accumulate must be dq \(8, 2, 4\) float32; got .* bfloat16"
-    ):
-        kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, accumulate=x, **options)
+    half = x.astype("float16")
+    with pytest.raises(ValueError, match=r"dq \(8, 2, 4\) in float32 or bfloat16; got .* float16"):
+        kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, accumulate=half, **options)
     wide = kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, dkv_dtype=jnp.float32, **options)
     assert [g.dtype.name for g in wide] == ["float32"] * 3
     narrow = kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, dq_dtype=x.dtype, **options)
@@ -142,8 +141,9 @@ def test_backward_dtypes():
     rows = (x, x, x, x, *[zeros(8, 2)] * 2, table)
     with pytest.raises(ValueError, match="dq_dtype must be float32 or the dtype of the operand"):
         kernel.backward(*rows, dq_dtype=jnp.float16, **options)
-    with pytest.raises(ValueError, match="added to accumulate is float32; got dq_dtype"):
-        kernel.backward(*rows, accumulate=zeros(8, 2, 4), dq_dtype=x.dtype, **options)
+    for given, dtype in ((zeros(8, 2, 4), x.dtype), (x, jnp.float32)):
+        with pytest.raises(ValueError, match=f"dtype of accumulate, {given.dtype}; got dq_dtype"):
+            kernel.backward(*rows, accumulate=given, dq_dtype=dtype, **options)
 
 
 @pytest.mark.parametrize("built", [(0, 5), (1, 0), (0, 9)])
