@@ -113,7 +113,7 @@ def sources(comm: CommMeta) -> Source:
 
 def _last_at_or_before(keys: jax.Array, queries: jax.Array) -> jax.Array:
     """Index of the last of the rising ``keys`` that is not above each query, or -1."""
-    # Few keys are compared with all queries: one operation, as fast as a search and compiled in a third of the
-    # time. A search is unrolled: a loop would carry indices whose type (varying axes) changes on the way.
+    # Few keys are compared with all queries: one operation, as fast as a search and compiled in a third of
+    # its time. A search is unrolled: a loop would carry indices whose type (varying axes) changes on the way.
     method = "compare_all" if keys.size <= MOST_COMPARED else "scan_unrolled"
     return jnp.searchsorted(keys, queries, side="right", method=method).astype(jnp.int32) - 1
