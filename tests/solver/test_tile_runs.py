@@ -1,5 +1,7 @@
 """The walks of kernels: the compiled builder against the one in NumPy."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -34,6 +36,37 @@ def test_parts_with_and_without_slices():
         found = [random_mask(rng, 90, 90, 8).slices for _ in range(4)]
         part = np.repeat([0, 2, 3, 6], [len(slices) for slices in found])
         assert_same(np.concatenate(found), part, 8, 90, 16)
+
+
+def grid_of_slices(rng, length):
+    """Rectangles and bands between random lines, in any order: long stretches of like tiles."""
+    q_lines, k_lines = (
+        np.unique(np.append(rng.integers(0, length, rng.integers(0, 5)), [0, length]))
+        for _ in range(2)
+    )
+    rows = []
+    for q0, q1 in itertools.pairwise(q_lines.tolist()):
+        for k0, k1 in itertools.pairwise(k_lines.tolist()):
+            low, high = k0 - q1 + 1, k1 - 1 - q0
+            kind = rng.random()
+            if kind < 0.3:
+                low, high = sorted(rng.integers(low, high + 1, 2).tolist())
+            if kind < 0.8:
+                rows.append((q0, q1, k0, k1, low, high))
+    slices = bands.clip(np.array(rows, np.int64).reshape(-1, bands.NUM_COLUMNS))
+    return rng.permutation(slices[bands.is_visible(slices)])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_stretches_of_tiles_that_the_same_slices_meet(seed):
+    rng = np.random.default_rng(seed)
+    for tile_size in (1, 2, 5, 16):
+        length = int(rng.integers(20, 300))
+        found = [grid_of_slices(rng, length) for _ in range(3)]
+        part = np.repeat(range(3), [len(slices) for slices in found])
+        slices = np.concatenate(found)
+        assert_same(slices, part, 3, length, tile_size)
+        assert_same(bands.transpose(slices), part, 3, length, tile_size)
 
 
 def test_engines_write_ranges_alike():

@@ -66,8 +66,8 @@ py::tuple Walk(const BandSlice* slices, const std::vector<int64_t>& begin, int64
   const auto most_of = [](const std::vector<int64_t>& counts) {
     return counts.empty() ? 0 : *std::max_element(counts.begin(), counts.end());
   };
-  const int64_t most = most_of(CountMeetings(slices, begin, tile_size));
-  const int64_t runs_room = rounded(most, round_runs), ids_room = rounded(most, round_ids);
+  const Rooms most = CountEntries(slices, begin, tile_size, num_tiles);
+  const int64_t runs_room = rounded(most.runs, round_runs), ids_room = rounded(most.ids, round_ids);
   py::array_t<int32_t> ptr({num_parts, num_tiles + 1}), order({num_parts, num_tiles});
   py::array_t<int32_t> runs({num_parts, runs_room, int64_t{6}}),
       ids({num_parts, ids_room, int64_t{1}});
@@ -75,16 +75,17 @@ py::tuple Walk(const BandSlice* slices, const std::vector<int64_t>& begin, int64
   walks->runs = reinterpret_cast<TileRun*>(runs.mutable_data());
   walks->ids = ids.mutable_data();
   walks->order = order.mutable_data();
-  walks->runs_room = runs_room, walks->ids_room = ids_room;
+  walks->room = {runs_room, ids_room};
   WalkTiles(slices, begin, length, tile_size, num_tiles, walks);
-  // Slices of a tile whose keys abut have one run together, so that less room may do.
+  // Slices of a tile whose keys abut have one run together, so that less room may do. Runs move up
+  // where they are: memory that is touched for the first time costs more than they do.
   const int64_t needed = rounded(most_of(walks->num_runs), round_runs);
-  if (needed == runs_room) return py::make_tuple(ptr, runs, ids, order);
-  py::array_t<int32_t> fewer({num_parts, needed, int64_t{6}});
-  for (int64_t p = 0; p < num_parts; ++p)
-    std::copy_n(walks->runs + p * runs_room, needed,
-                reinterpret_cast<TileRun*>(fewer.mutable_data()) + p * needed);
-  return py::make_tuple(ptr, fewer, ids, order);
+  if (needed < runs_room) {
+    for (int64_t p = 1; p < num_parts; ++p)
+      std::copy_n(walks->runs + p * runs_room, needed, walks->runs + p * needed);
+    runs.resize({num_parts, needed, int64_t{6}}, false);
+  }
+  return py::make_tuple(ptr, runs, ids, order);
 }
 
 // The walk of tiles of slices [A, 6] of rising parts [A].

@@ -4,10 +4,19 @@
 #include <numeric>
 #include <utility>
 
+#include "xla_ffi/solver/tile_sweep.h"
+
 namespace magi_jax::solver {
 namespace {
 
-using Piece = TilePiece;
+// What one slice shows to the rows of one tile.
+struct Piece {
+  int32_t begin, end;  // visible keys
+  // Keys that all rows of the tile see; empty when full_begin >= full_end.
+  int32_t full_begin, full_end;
+  int64_t area;
+  int32_t id;
+};
 
 // The part of a tight slice in rows [tile_start, tile_end), of which those before `rows_end` exist.
 // Every query of a tight slice sees a key, so that clipping to some of them leaves no slack but in
@@ -55,7 +64,7 @@ void SetFullInterval(const Piece* first, const Piece* last,
 void SortByBegin(Piece* first, Piece* last) {
   const auto before = [](const Piece& a, const Piece& b) { return a.begin < b.begin; };
   if (last - first > 32) {
-    std::stable_sort(first, last, before);
+    if (!std::is_sorted(first, last, before)) std::stable_sort(first, last, before);
     return;
   }
   for (Piece* i = first; i < last; ++i)
@@ -97,101 +106,161 @@ void AppendRuns(const Piece* piece, const Piece* last,
   }
 }
 
-// The pieces of all tiles of one part, those of tile t at pieces[ptr[t]:ptr[t + 1]] in the order of
-// the slices.
-void CutToTiles(const BandSlice* slices, int64_t num_slices, int64_t length, int64_t tile_size,
-                std::vector<Piece>* pieces, std::vector<int64_t>* ptr) {
-  std::fill(ptr->begin(), ptr->end(), 0);
-  const auto first_tile = [&](const BandSlice& s) { return s.q_start / tile_size; };
-  const auto last_tile = [&](const BandSlice& s) { return (s.q_end - 1) / tile_size; };
-  int64_t* const counts = ptr->data() + 1;
-  for (const BandSlice* s = slices; s != slices + num_slices; ++s)
-    for (int64_t t = first_tile(*s); t <= last_tile(*s); ++t) ++counts[t];
-  std::partial_sum(ptr->begin(), ptr->end(), ptr->begin());
-  pieces->resize(ptr->back());
-  // Filled from the back, so that ptr[t + 1], the end of tile t, becomes its begin.
-  for (int64_t i = num_slices - 1; i >= 0; --i) {
-    const bool is_full = slices[i].full();
-    for (int64_t t = first_tile(slices[i]); t <= last_tile(slices[i]); ++t) {
-      const int64_t start = t * tile_size, end = start + tile_size;
-      SetPiece(slices[i], is_full, static_cast<int32_t>(i), start, end, std::min(end, length),
-               &(*pieces)[--counts[t]]);
+// Writes the walk of one part, stretch by stretch.
+class PartWriter {
+ public:
+  PartWriter(const BandSlice* slices, int64_t length, int64_t tile_size, int32_t* ptr,
+             PartWalk* walk)
+      : slices_(slices), length_(length), tile_size_(tile_size), ptr_(ptr), walk_(walk) {}
+
+  // Tiles [begin, end), all of which slices `ids` meet.
+  void Write(int64_t begin, int64_t end, const std::vector<int32_t>& ids) {
+    const bool alike = end - begin > 3 && std::all_of(ids.begin(), ids.end(), [&](int32_t id) {
+                         return slices_[id].full();
+                       });
+    for (int64_t tile = begin; tile < end; ++tile) {
+      WriteTile(tile, ids);
+      // Rectangles fill all tiles but the first and the last of a stretch, which so are alike.
+      if (alike && tile == begin + 1) {
+        Repeat(tile, end - 1);
+        tile = end - 2;
+      }
     }
   }
-  std::move(ptr->begin() + 1, ptr->end(), ptr->begin());
-  ptr->back() = static_cast<int64_t>(pieces->size());
-}
 
-// The walk of one part: its entries of ptr [M + 1], and the work of each tile.
-void WalkSlices(const BandSlice* slices, int64_t num_slices, int64_t length, int64_t tile_size,
-                int32_t* ptr, std::vector<int64_t>* tile_ptr, std::vector<int64_t>* work,
-                std::vector<Piece>* pieces, PartWalk* walk) {
-  std::vector<std::pair<int32_t, int32_t>> full;
-  CutToTiles(slices, num_slices, length, tile_size, pieces, tile_ptr);
-  for (size_t t = 0; t < work->size(); ++t) {
-    Piece *first = pieces->data() + (*tile_ptr)[t], *last = pieces->data() + (*tile_ptr)[t + 1];
+  // Tiles by decreasing work, those of equal work in their order.
+  void WriteOrder(int32_t* order) {
+    const auto more = [](const WorkStretch& a, const WorkStretch& b) { return a.work > b.work; };
+    if (!std::is_sorted(work_.begin(), work_.end(), more))
+      std::stable_sort(work_.begin(), work_.end(), more);
+    for (const WorkStretch& stretch : work_) {
+      std::iota(order, order + stretch.count, stretch.first);
+      order += stretch.count;
+    }
+  }
+
+  int32_t num_runs() const { return static_cast<int32_t>(walk_->next_run - walk_->runs); }
+
+ private:
+  // Neighbouring tiles of equal work.
+  struct WorkStretch {
+    int64_t work;
+    int32_t first, count;
+  };
+
+  void AddWork(int64_t work, int64_t first, int64_t count) {
+    if (!work_.empty() && work_.back().work == work) {
+      work_.back().count += static_cast<int32_t>(count);
+    } else {
+      work_.push_back({work, static_cast<int32_t>(first), static_cast<int32_t>(count)});
+    }
+  }
+
+  void WriteTile(int64_t tile, const std::vector<int32_t>& ids) {
+    const int64_t start = tile * tile_size_, end = start + tile_size_;
+    const int64_t rows_end = std::min(end, length_);
+    pieces_.resize(ids.size());
+    int64_t work = 0;
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const BandSlice& slice = slices_[ids[i]];
+      SetPiece(slice, slice.full(), ids[i], start, end, rows_end, &pieces_[i]);
+      work += pieces_[i].area;
+    }
+    Piece *const first = pieces_.data(), *const last = first + pieces_.size();
     if (last - first > 1) SortByBegin(first, last);
-    (*work)[t] = 0;
-    for (const Piece* piece = first; piece != last; ++piece) (*work)[t] += piece->area;
-    *ptr++ = static_cast<int32_t>(walk->next_run - walk->runs);
-    AppendRuns(first, last, &full, walk);
+    ptr_[tile] = num_runs();
+    AppendRuns(first, last, &full_, walk_);
+    AddWork(work, tile, 1);
   }
-  *ptr = static_cast<int32_t>(walk->next_run - walk->runs);
-}
 
-// The same for a part of one slice, which spares pieces and their order: with long keys and few
-// slices, as under a causal mask, most parts are such.
-void WalkSlice(const BandSlice& s, int64_t length, int64_t tile_size, int32_t* ptr,
-               std::vector<int64_t>* work, PartWalk* walk) {
-  const int64_t first = s.q_start / tile_size, last = (s.q_end - 1) / tile_size;
-  const bool is_full = s.full();
-  std::fill(work->begin(), work->end(), 0);
-  for (int64_t t = 0; t <= static_cast<int64_t>(work->size()); ++t)
-    ptr[t] = static_cast<int32_t>(std::clamp<int64_t>(t - first, 0, last - first + 1));
-  for (int64_t t = first; t <= last; ++t) {
-    const int64_t start = t * tile_size, end = start + tile_size;
-    Piece piece;
-    SetPiece(s, is_full, 0, start, end, std::min(end, length), &piece);
-    AppendRuns(&piece, &piece + 1, nullptr, walk);
-    (*work)[t] = piece.area;
+  // Tiles up to `end` get what `tile`, the last that was written, has.
+  void Repeat(int64_t tile, int64_t end) {
+    const TileRun* const run = walk_->runs + ptr_[tile];
+    const auto runs = static_cast<int32_t>(walk_->next_run - run);
+    const int32_t ids = runs == 0 ? 0 : run[runs - 1].ids_end - run[0].ids_begin;
+    const int32_t* const id = walk_->next_id - ids;
+    int32_t added = 0;
+    for (int64_t t = tile + 1; t < end; ++t) {
+      ptr_[t] = num_runs();
+      added += ids;
+      for (int32_t i = 0; i < runs; ++i) {
+        TileRun next = run[i];
+        next.ids_begin += added;
+        next.ids_end += added;
+        *walk_->next_run++ = next;
+      }
+      for (int32_t i = 0; i < ids; ++i) *walk_->next_id++ = id[i];
+    }
+    work_.back().count += static_cast<int32_t>(end - tile - 1);
   }
+
+  const BandSlice* slices_;
+  int64_t length_, tile_size_;
+  int32_t* ptr_;
+  PartWalk* walk_;
+  std::vector<Piece> pieces_;
+  std::vector<std::pair<int32_t, int32_t>> full_;
+  std::vector<WorkStretch> work_;
+};
+
+// Runs of a tile that these slices meet, which all show the same keys to each tile they meet.
+int64_t CountUnions(const BandSlice* slices, const std::vector<int32_t>& ids,
+                    std::vector<std::pair<int64_t, int64_t>>* keys) {
+  keys->clear();
+  for (int32_t id : ids) keys->push_back({slices[id].k_start, slices[id].k_end});
+  if (!std::is_sorted(keys->begin(), keys->end())) std::sort(keys->begin(), keys->end());
+  int64_t count = 0, end = -1;
+  for (const auto& [k_start, k_end] : *keys) {
+    count += k_start > end;
+    end = std::max(end, k_end);
+  }
+  return count;
 }
 
 }  // namespace
 
-std::vector<int64_t> CountMeetings(const BandSlice* slices, const std::vector<int64_t>& begin,
-                                   int64_t tile_size) {
-  std::vector<int64_t> out(begin.size() - 1, 0);
-  for (size_t part = 0; part < out.size(); ++part)
-    for (int64_t i = begin[part]; i < begin[part + 1]; ++i)
-      out[part] += (slices[i].q_end - 1) / tile_size - slices[i].q_start / tile_size + 1;
-  return out;
+Rooms CountEntries(const BandSlice* slices, const std::vector<int64_t>& begin, int64_t tile_size,
+                   int64_t num_tiles) {
+  Rooms most = {0, 0};
+  Sweep sweep(tile_size, num_tiles);
+  std::vector<std::pair<int64_t, int64_t>> keys;
+  for (size_t part = 0; part + 1 < begin.size(); ++part) {
+    const BandSlice* const own = slices + begin[part];
+    Rooms rooms = {0, 0};
+    const auto shows_same_keys = [&](int32_t id) {
+      return own[id].full() || own[id].q_start / tile_size == (own[id].q_end - 1) / tile_size;
+    };
+    sweep.Run(own, begin[part + 1] - begin[part],
+              [&](int64_t first, int64_t end, const std::vector<int32_t>& ids) {
+                const auto met = static_cast<int64_t>(ids.size());
+                const bool same = met > 1 && std::all_of(ids.begin(), ids.end(), shows_same_keys);
+                rooms.ids += met * (end - first);
+                rooms.runs += (same ? CountUnions(own, ids, &keys) : met) * (end - first);
+              });
+    most = {std::max(most.runs, rooms.runs), std::max(most.ids, rooms.ids)};
+  }
+  return most;
 }
 
 void WalkTiles(const BandSlice* slices, const std::vector<int64_t>& begin, int64_t length,
                int64_t tile_size, int64_t num_tiles, TileWalks* walks) {
-  std::vector<int64_t> tile_ptr(num_tiles + 1), work(num_tiles);
+  Sweep sweep(tile_size, num_tiles);
   walks->num_runs.clear();
   for (size_t part = 0; part + 1 < begin.size(); ++part) {
-    TileRun* const runs = walks->runs + part * walks->runs_room;
-    int32_t* const ids = walks->ids + part * walks->ids_room;
+    TileRun* const runs = walks->runs + part * walks->room.runs;
+    int32_t* const ids = walks->ids + part * walks->room.ids;
     int32_t* const ptr = walks->ptr + part * (num_tiles + 1);
     PartWalk walk = {runs, runs, ids, ids};
-    const int64_t num_slices = begin[part + 1] - begin[part];
-    if (num_slices == 1) {
-      WalkSlice(slices[begin[part]], length, tile_size, ptr, &work, &walk);
-    } else {
-      WalkSlices(slices + begin[part], num_slices, length, tile_size, ptr, &tile_ptr, &work,
-                 &walks->pieces, &walk);
-    }
-    walks->num_runs.push_back(walk.next_run - runs);
-    std::fill(walk.next_run, runs + walks->runs_room, TileRun{});
-    std::fill(walk.next_id, ids + walks->ids_room, 0);
-    int32_t* const order = walks->order + part * num_tiles;
-    std::iota(order, order + num_tiles, 0);
-    if (!std::is_sorted(work.rbegin(), work.rend()))
-      std::stable_sort(order, order + num_tiles,
-                       [&](int32_t a, int32_t b) { return work[a] > work[b]; });
+    PartWriter writer(slices + begin[part], length, tile_size, ptr, &walk);
+    sweep.Run(slices + begin[part], begin[part + 1] - begin[part],
+              [&](int64_t first, int64_t end, const std::vector<int32_t>& met) {
+                writer.Write(first, end, met);
+              });
+    ptr[num_tiles] = writer.num_runs();
+    walks->num_runs.push_back(writer.num_runs());
+    std::fill(walk.next_run, runs + walks->room.runs, TileRun{});
+    std::fill(walk.next_id, ids + walks->room.ids, 0);
+    writer.WriteOrder(walks->order + part * num_tiles);
   }
 }
 

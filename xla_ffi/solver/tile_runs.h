@@ -16,30 +16,25 @@ struct TileRun {
   int32_t begin, end, full_begin, full_end, ids_begin, ids_end;
 };
 
-// What one slice shows to the rows of one tile.
-struct TilePiece {
-  int32_t begin, end;  // visible keys
-  // Keys that all rows of the tile see; empty when full_begin >= full_end.
-  int32_t full_begin, full_end;
-  int64_t area;
-  int32_t id;
+// Entries of the walk of one part.
+struct Rooms {
+  int64_t runs, ids;
 };
 
-// Where walks of P parts of M tiles each are written, and memory for the pieces of one part.
+// Where walks of P parts of M tiles each are written.
 struct TileWalks {
   int32_t* ptr;                   // [P, M + 1], from 0 in each part
-  TileRun* runs;                  // [P, runs_room]
-  int32_t* ids;                   // [P, ids_room] rows of the slices of the part
+  TileRun* runs;                  // [P, room.runs]
+  int32_t* ids;                   // [P, room.ids] rows of the slices of the part
   int32_t* order;                 // [P, M] tiles by decreasing work
-  int64_t runs_room, ids_room;    // at least as many as slices meet tiles
+  Rooms room;                     // at least what CountEntries finds
   std::vector<int64_t> num_runs;  // [P]
-  std::vector<TilePiece> pieces;
 };
 
-// How often slices meet tiles, in each of the parts slices[begin[p]:begin[p + 1]]: as many ids does
-// a part take, and as many runs at most.
-std::vector<int64_t> CountMeetings(const BandSlice* slices, const std::vector<int64_t>& begin,
-                                   int64_t tile_size);
+// Ids of the part slices[begin[p]:begin[p + 1]] that has most, and a number of runs that none has
+// more of: where keys of bands may abut, one for each slice that meets a tile.
+Rooms CountEntries(const BandSlice* slices, const std::vector<int64_t>& begin, int64_t tile_size,
+                   int64_t num_tiles);
 
 // Walks for tight visible slices of the same parts; zeros behind the last entries.
 void WalkTiles(const BandSlice* slices, const std::vector<int64_t>& begin, int64_t length,
