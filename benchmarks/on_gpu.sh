@@ -1,30 +1,23 @@
 #!/bin/sh
-# On a machine with NVIDIA GPUs: correctness first, then all timings, then short tables. Figures go to the given
-# folder. The package with its CUDA kernels must be importable. About half an hour, or three minutes of
-# everything in small with "short" as the third argument.
+# On a machine with NVIDIA GPUs: correctness first, then all timings, then short tables. The package with its CUDA
+# kernels must be importable.
 #
-#   sh benchmarks/on_gpu.sh [FOLDER] [COMMIT] [short]
-set -eu
+#   sh benchmarks/on_gpu.sh [FOLDER] [COMMIT] [whole|short] [PART ...]
+#
+# Parts are tests, kernels, kernels_64, peers, scaling, recompilation and memory; all by default. They run one
+# after the other, in about half an hour. "short" is everything in small and side by side, in about two minutes,
+# to see that all of it runs: its figures mean nothing. What fails, or takes longer than its time, is named at
+# the end and keeps nothing else from running.
+set -u
 folder="${1:-benchmarks/results}"
 commit="${2:-$(git rev-parse --short HEAD)}"
 length="${3:-whole}"
-mkdir -p "$folder"
+[ $# -gt 3 ] && shift 3 || set -- tests kernels kernels_64 peers scaling recompilation memory
+mkdir -p "$folder/logs"
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
 
-run() {
-    script="$1"
-    shift
-    echo "== $script $*"
-    python3 "benchmarks/$script" "$@" --commit "$commit"
-}
-
-kernels() {
-    name="$1"
-    shift
-    run kernels.py "$@" --json "$folder/$name.json"
-}
-
 if [ "$length" = short ]; then
+    limit_s=150
     tests="tests/gpu/test_cuda_kernels.py -k test_scales"
     lengths="--lengths 2048 --masks causal varlen_causal --lead-ms 30 --budget-ms 30"
     peers="$lengths"
@@ -32,8 +25,9 @@ if [ "$length" = short ]; then
     seconds=10
     checked="--tokens-per-rank 8192 --masks varlen_causal --budget-s 20"
     packings="--packings 200 --constants 2 --seq-len 8192"
-    memory="--first 8192 --last 16384 --longest-run 8192"
+    memory="--first 8192 --last 16384 --longest-run 8192 --layers 2"
 else
+    limit_s=900
     tests="tests/gpu"
     lengths=""
     peers="--lengths 8192 32768 --masks full causal window varlen_full varlen_causal"
@@ -44,28 +38,83 @@ else
     memory="--longest-run 131072"
 fi
 
-# Options are words without spaces of their own, to be split.
-# shellcheck disable=SC2086
-{
-    python3 -m pytest -q -p no:cacheprovider $tests
-    kernels kernels_gpu --head-dims 128 --peers cudnn $lengths
-    kernels kernels_64_gpu --head-dims 64 --peers cudnn $lengths
-    kernels kernels_peers_gpu --head-dims 128 $peers \
-        --peers cudnn tokamax torch_sdpa torch_varlen torch_flex
-    pieces="$folder/scaling_pieces.npz"
-    python3 benchmarks/scaling prepare $simulated --pieces "$pieces"
-    run scaling time $simulated --pieces "$pieces" --budget-s "$seconds" \
-        --out "$folder/scaling_kernels.json"
-    rm "$pieces"
-    run scaling simulate $simulated --kernels "$folder/scaling_kernels.json" \
-        --out "$folder/scaling.json" --pictures "$folder/pictures"
-    if [ "$(python3 -c 'import jax; print(len(jax.devices()))')" -gt 1 ]; then
-        run scaling check $checked --json "$folder/scaling_check.json"
-    fi
-    run recompilation.py $packings --heads 64 8 --head-dim 128 --dtype bfloat16 \
-        --json "$folder/recompilation_gpu.json"
-    run memory.py --jobs 4 $memory --json "$folder/memory_gpu.json"
+limited() {
+    echo "== $*"
+    timeout -k 5 "$limit_s" python3 "$@"
 }
-for name in kernels_gpu kernels_64_gpu kernels_peers_gpu; do
-    python3 benchmarks/report.py --kernels "$folder/$name.json"
+
+kernels() {
+    name="$1"
+    shift
+    limited benchmarks/kernels.py "$@" --commit "$commit" --json "$folder/$name.json" &&
+        python3 benchmarks/report.py --kernels "$folder/$name.json"
+}
+
+scaling() {
+    works="$folder/scaling_works.xz"
+    pieces="$folder/scaling_pieces.npz"
+    times="$folder/scaling_kernels.json"
+    limited benchmarks/scaling prepare $simulated --works "$works" --pieces "$pieces" \
+        --jobs "$(nproc)" &&
+        limited benchmarks/scaling time $simulated --pieces "$pieces" --budget-s "$seconds" \
+            --commit "$commit" --out "$times" &&
+        limited benchmarks/scaling simulate $simulated --works "$works" --kernels "$times" \
+            --commit "$commit" --out "$folder/scaling.json" --pictures "$folder/pictures" &&
+        rm "$works" "$pieces" || return 1
+    [ "$(nvidia-smi -L | wc -l)" -lt 2 ] ||
+        limited benchmarks/scaling check $checked --commit "$commit" \
+            --json "$folder/scaling_check.json"
+}
+
+# Options are words without spaces of their own, to be split.
+# shellcheck disable=SC2086,SC2046
+part() {
+    case "$1" in
+    tests) limited -m pytest -q -p no:cacheprovider $tests ;;
+    kernels) kernels kernels_gpu --head-dims 128 --peers cudnn $lengths ;;
+    kernels_64) kernels kernels_64_gpu --head-dims 64 --peers cudnn $lengths ;;
+    peers)
+        kernels kernels_peers_gpu --head-dims 128 $peers \
+            --peers cudnn tokamax torch_sdpa torch_varlen torch_flex
+        ;;
+    scaling) scaling ;;
+    recompilation)
+        limited benchmarks/recompilation.py $packings --heads 64 8 --head-dim 128 \
+            --dtype bfloat16 --commit "$commit" --json "$folder/recompilation_gpu.json"
+        ;;
+    memory)
+        limited benchmarks/memory.py --jobs 4 $memory --commit "$commit" \
+            --json "$folder/memory_gpu.json"
+        ;;
+    *)
+        echo "no such part: $1"
+        return 1
+        ;;
+    esac
+}
+
+finished() {
+    part "$1"
+    echo "$?" > "$folder/logs/$1.rc"
+}
+
+for name in "$@"; do
+    rm -f "$folder/logs/$name.rc"
+    if [ "$length" = short ]; then
+        finished "$name" > "$folder/logs/$name.txt" 2>&1 &
+    else
+        finished "$name"
+    fi
 done
+wait
+failed=""
+for name in "$@"; do
+    [ "$length" != short ] || cat "$folder/logs/$name.txt"
+    [ "$(cat "$folder/logs/$name.rc")" = 0 ] || failed="$failed $name"
+done
+rm -r "$folder/logs"
+if [ -n "$failed" ]; then
+    echo "failed:$failed"
+    exit 1
+fi
+echo "all parts ran"

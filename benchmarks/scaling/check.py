@@ -103,7 +103,7 @@ def check(
     work = our_work(plan, ranks, pieces)
     for key, piece in pieces.items():
         if key not in timed:
-            timed[key] = bench.measure(piece, FLOPS_PER_PAIR)
+            timed[key] = {which: bench.measure(piece, which) for which in FLOPS_PER_PAIR}
     times = Times(
         *(
             np.array([[timed[key][which] if key else 0.0 for key in row] for row in calls])

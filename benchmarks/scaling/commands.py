@@ -13,7 +13,7 @@ from provenance import save
 
 from scaling.fit import Fit, features, first_fit, fit
 from scaling.machine import Machine, Times
-from scaling.measure import SLOW, call_seconds, time_orders
+from scaling.measure import SLOW, VISITS, call_seconds, time_orders
 from scaling.model import step_us
 from scaling.orders import Order, Posed, choose, load_orders, predict, save_orders
 from scaling.work import (
@@ -100,9 +100,12 @@ def time_on_gpu(args) -> None:
     content = {
         "what": "microseconds of kernel calls by piece; see scaling.work.Piece.key",
         "implementation": args.implementation or "default",
+        "visits": VISITS,
         "pieces": {
             key: {
-                **{which: round(us, 1) for which, us in times.items()},
+                **{which: round(times[which], 1) for which in times["visits"]},
+                "visits": {w: [round(us, 1) for us in each] for w, each in times["visits"].items()},
+                "matmul": round(times["matmul"], 1),
                 "area": chosen[key].piece.area,
                 "heads": chosen[key].piece.heads,
             }

@@ -19,43 +19,54 @@ from magi_jax.plan.tables import SliceTable
 from scaling.orders import Order
 from scaling.work import ADDING, HEAD_DIM, PARTIAL, Piece
 
-BLOCK = 64  # pieces between two looks at the pace of the card
+BLOCK = 192  # pieces between two looks at the pace of the card
 SLOW = 0.8  # of the fastest pace that was seen; what was timed below is timed again, or not used
 WARM_US = 250e3  # of calls before the first timed one of a block, which follows a pause
-LEAD_US, TIMED_US = 60e3, 2e3  # of calls of a piece, untimed until the pace is theirs, then timed
+LEAD_US, TIMED_US = 15e3, 2e3  # of calls of a piece, untimed until the pace is theirs, then timed
+LONG_US = 60e3  # a call from here on needs no others before it than one of its own
+VISITS = 2  # to a piece, in one order and back
+POOL = 1 << 24  # different numbers in an operand, which repeats them
+MOST_BYTES = 48 << 30  # of operands that are kept for later blocks
 
 
 def time_orders(
     orders: dict[str, Order], budget_s: float, implementation: str | None
-) -> dict[str, dict[str, float]]:
-    """Microseconds of passes by piece, as many pieces as the budget allows.
+) -> dict[str, dict[str, Any]]:
+    """Microseconds of passes by piece, as many pieces as the budget allows; and those of each visit.
 
     A card at rest runs up to 15 % faster for a tenth of a second than it can at the limit of its power, so
     a call of 20 ms would seem faster than the same work in one of 200 ms. Pieces are timed on a card that
-    does not rest, each right after so many untimed calls of its own that the pace is theirs. A matrix
-    product between blocks tells whether others used the card.
+    does not rest, each after untimed calls of its own. In a block, calls that should run at like rates
+    follow on each other, in one direction and then in the other: neighbours leave each other the pace that
+    is theirs, and what drifts does so for all. A matrix product between blocks tells whether others used
+    the card.
     """
     started = time.perf_counter()
     bench = Bench(get_implementation(implementation))
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     waiting, fastest = list(orders), 0.0
     while waiting:
         block, waiting = waiting[:BLOCK], waiting[BLOCK:]
         tables = {key: device_table(orders[key].piece) for key in block}
-        bench.compile((orders[key].piece, table) for key, table in tables.items())
+        bench.compile((*orders[key], table) for key, table in tables.items())
         tables = jax.block_until_ready(jax.device_put(tables))
         pace = [_pace()]
         bench.warm(orders[block[0]].piece, tables[block[0]])
-        times = {}
-        for key in block:
+        times: dict[str, dict[str, list[float]]] = {}
+        for key, which in _walk(block, orders):
             if time.perf_counter() - started > budget_s:
                 waiting = []
                 break
-            times[key] = bench.measure(*orders[key], tables[key])
+            us = bench.measure(orders[key].piece, which, tables[key])
+            times.setdefault(key, {}).setdefault(which, []).append(us)
         pace.append(_pace())
         fastest = max(fastest, *pace)
-        for key, microseconds in times.items():
-            found[key] = {**microseconds, "matmul": min(pace)}
+        for key, visits in times.items():
+            found[key] = {
+                **{which: statistics.mean(us) for which, us in visits.items()},
+                "visits": visits,
+                "matmul": min(pace),
+            }
         used = time.perf_counter() - started
         print(f"{len(found)} of {len(orders)}, {used:.0f} s, {bench.programs} programs,"
               f" matmul {pace[0]:.0f} to {pace[1]:.0f}", flush=True)  # fmt: skip
@@ -63,6 +74,17 @@ def time_orders(
             waiting = [key for key, t in found.items() if t["matmul"] < SLOW * fastest]
             waiting = waiting if used < budget_s and len(waiting) < len(found) else []
     return found
+
+
+def _walk(block: list[str], orders: dict[str, Order]) -> list[tuple[str, str]]:
+    """Pieces and passes as they are visited: by pass and keys per query, which say most of the rate."""
+
+    def rate(call: tuple[str, str]) -> tuple[str, float]:
+        piece = orders[call[0]].piece
+        return call[1], piece.area / piece.q_len
+
+    once = sorted(((key, which) for key in block for which in orders[key].passes), key=rate)
+    return [call for visit in range(VISITS) for call in once[:: -1 if visit % 2 else 1]]
 
 
 def _pace() -> float:
@@ -86,42 +108,47 @@ class Bench:
     def __init__(self, implementation):
         self.implementation = implementation
         self.arrays: dict[tuple, jax.Array] = {}
-        self.made: dict[tuple, tuple] = {}
+        self.made: dict[tuple, Callable] = {}
+        self.pool = np.random.default_rng(0).standard_normal(POOL, np.float32)
+        self.values: dict[str, np.ndarray] = {}
 
     @property
     def programs(self) -> int:
-        """Shapes for which programs were made."""
+        """Programs that were made."""
         return len(self.made)
 
-    def compile(self, work: Iterable[tuple[Piece, SliceTable]]) -> None:
-        """Compiles what pieces need and is not there, side by side."""
-        new = {_kind(piece, table): (piece, table) for piece, table in work}
+    def compile(self, work: Iterable[tuple[Piece, Iterable[str], SliceTable]]) -> None:
+        """Compiles what passes of pieces need and is not there, side by side; lets go of many operands."""
+        new = {
+            (which, *_kind(piece, table)): (which, piece, table)
+            for piece, passes, table in work
+            for which in {"forward", *passes}  # the backward pass reads what the forward pass gives
+        }
         new = {kind: found for kind, found in new.items() if kind not in self.made}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             compiled = pool.map(lambda found: self._compile(*found), new.values())
             self.made.update(zip(new, compiled, strict=True))
+        if sum(array.nbytes for array in self.arrays.values()) > MOST_BYTES:
+            self.arrays.clear()
 
-    def measure(
-        self, piece: Piece, passes: Iterable[str], table: SliceTable | None = None
-    ) -> dict[str, float]:
-        """Microseconds of the given passes; ``table`` is what `device_table` gives, if it is there."""
+    def measure(self, piece: Piece, which: str, table: SliceTable | None = None) -> float:
+        """Microseconds of a pass; ``table`` is what `device_table` gives, if it is there."""
         table = device_table(piece) if table is None else table
-        self.compile([(piece, table)])
-        calls = dict(zip(("forward", "backward"), self._calls(piece, table), strict=True))
-        wanted = [which for which in calls if which in passes]
-        jax.block_until_ready(calls[wanted[0]]())
-        return {which: mean_us(calls[which]) for which in wanted}
+        self.compile([(piece, (which,), table)])
+        return mean_us(self._calls(piece, table)[which])
 
     def warm(self, piece: Piece, table: SliceTable) -> None:
         """Keeps the card busy with a piece until its pace has settled."""
-        run_forward, _ = self._calls(piece, table)
+        run_forward = self._calls(piece, table)["forward"]
         started = time.perf_counter()
         while (time.perf_counter() - started) * 1e6 < WARM_US:
             jax.block_until_ready(run_forward())
 
-    def _calls(self, piece: Piece, table: SliceTable) -> tuple[Callable, Callable]:
-        """Calls of both passes, whose programs are there."""
-        forward, backward = self.made[_kind(piece, table)]
+    def _calls(self, piece: Piece, table: SliceTable) -> dict[str, Callable]:
+        """Calls of both passes, by programs that are there."""
+        forward, backward = (
+            self.made.get((w, *_kind(piece, table))) for w in ("forward", "backward")
+        )
         table = jax.device_put(table)
         operands = self._operands(piece, table, self._array)
         # What a call adds to is given away each time, as inside a step, where it is never copied.
@@ -141,7 +168,7 @@ class Bench:
             state["dq"] = None if dq is None else result[0]
             return result
 
-        return run_forward, run_backward
+        return {"forward": run_forward, "backward": run_backward}
 
     def _operands(self, piece: Piece, table: SliceTable, make: Callable) -> Operands:
         q_shape = table.q_len, piece.heads, HEAD_DIM
@@ -155,24 +182,22 @@ class Bench:
         )
 
     def _array(self, name: str, shape: tuple[int, ...], dtype) -> jax.Array:
-        """Normal values, the same for equal names and shapes."""
+        """Normal values from one pool, the same for equal names and shapes: nothing is compiled."""
+        if name not in self.values:
+            self.values[name] = np.roll(self.pool, sum(map(ord, name))).astype(dtype)
         if (name, shape) not in self.arrays:
-            key = jax.random.key(sum(map(ord, name)))
-            self.arrays[name, shape] = jax.jit(jax.random.normal, static_argnums=(1, 2))(
-                key, shape, dtype
-            )
+            self.arrays[name, shape] = jax.device_put(np.resize(self.values[name], shape))
         return self.arrays[name, shape]
 
-    def _compile(self, piece: Piece, table: SliceTable) -> tuple[Callable, Callable]:
-        """Forward and backward of the shapes of a piece."""
+    def _compile(self, which: str, piece: Piece, table: SliceTable) -> Callable:
+        """A pass of the shapes of a piece."""
         operands = self._operands(piece, table, lambda _, *kind: jax.ShapeDtypeStruct(*kind))
         lse = jax.ShapeDtypeStruct(operands.delta.shape, jnp.float32)
         out, dq = _sums(piece, operands)
         forward, backward = self._make(piece.result)
-        return (
-            forward.lower(operands, table, out).compile(),
-            backward.lower(operands, lse, table, dq).compile(),
-        )
+        if which == "forward":
+            return forward.lower(operands, table, out).compile()
+        return backward.lower(operands, lse, table, dq).compile()
 
     def _make(self, result: str) -> tuple:
         options = {"scale": HEAD_DIM**-0.5, "logits_soft_cap": 0.0}
@@ -241,16 +266,17 @@ def mean_us(call: Callable) -> float:
         jax.block_until_ready(result)
         return (time.perf_counter() - start) * 1e6
 
+    run(1)  # the backward pass has a forward one before it
     once = run(1)
-    if once > LEAD_US:
-        return run(1)
-    run(int(LEAD_US / once))
+    if once > LONG_US:
+        return once
+    run(max(int(LEAD_US / once), 1))
     count = max(int(TIMED_US / once), 1)
-    pairs = [(run(1), run(count + 1)) for _ in range(3)]
-    return statistics.median(many - one for one, many in pairs) / count
+    pairs = [(run(1), run(count + 1)) for _ in range(2)]
+    return statistics.mean(many - one for one, many in pairs) / count
 
 
 def call_seconds(us: float) -> float:
-    """What it takes to time a call of so many microseconds."""
-    calls = 2.5 * us if us > LEAD_US else LEAD_US + 3 * max(us, TIMED_US) + 5 * us
-    return calls / 1e6
+    """What it takes to time a call of so many microseconds, in all visits."""
+    calls = 2 * us if us > LONG_US else 2 * us + max(LEAD_US, us) + 2 * (2 * us + max(us, TIMED_US))
+    return VISITS * calls / 1e6

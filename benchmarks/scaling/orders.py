@@ -26,7 +26,10 @@ class Posed(NamedTuple):
 
 
 CLOSE, WORTH_A_LOOK = 0.9, 0.7  # of the best other strategy's rate
-FIRST = "full", "causal", "varlen_full", "varlen_causal"  # masks with figures that are aimed at
+REGULAR, MANY_RANKS = (
+    ("full", "causal"),
+    32,
+)  # masks, and ranks of other masks, with ratios that are aimed at
 NEAR = 0.97  # of the kernel time of the slowest rank: who is above by the fit may be the slowest
 ROUNDS = (
     (1, CLOSE),
@@ -42,10 +45,9 @@ def choose(
 ) -> dict[str, set[str]]:
     """Names of pieces in the order of their worth, and the passes that each is wanted for.
 
-    By rounds: first the slowest rank of ours and of the others that are close to the best other in either
-    pass, on every problem, so that all that is compared rests on measured calls; then more and more of the
-    ranks that may be the slowest. In a round the masks of `FIRST` come before others, and most ranks before
-    few; those that are compared run one after the other on one card.
+    By rounds: first the slowest rank of ours and of the others that are close to the best other in a pass, on
+    every problem, so that all that is compared rests on measured calls; then more and more of the ranks that
+    may be the slowest. In a round those come first whose ratios are aimed at.
 
     Args:
         predicted: microseconds of each piece, by pass; see `predict`.
@@ -54,30 +56,27 @@ def choose(
     wanted: dict[str, set[str]] = {}
     posed = sorted(
         dict.fromkeys(key[:2] for key in works),
-        key=lambda problem: (problem[1] not in FIRST, -problem[0]),
+        key=lambda problem: problem[1] not in REGULAR and problem[0] < MANY_RANKS,
     )
     for most_ranks, share in ROUNDS:
         for problem in posed:
             named = {key[2]: key for key in works if key[:2] == problem}
-            for name in (n for n in named if _compares(n, named, steps, share)):
-                work = works[named[name]]
-                _want(wanted, work.calls, "forward", predicted, most_ranks)
-                _want(wanted, work.backward_calls, "backward", predicted, most_ranks)
-                if work.travel_calls is not None:
-                    for which in FLOPS_PER_PAIR:
+            for which in FLOPS_PER_PAIR:
+                for name in (n for n in named if _compares(n, named, steps, which, share)):
+                    work = works[named[name]]
+                    calls = work.backward_calls if which == "backward" else work.calls
+                    _want(wanted, calls, which, predicted, most_ranks)
+                    if work.travel_calls is not None:
                         _want(wanted, work.travel_calls[:, None], which, predicted, most_ranks)
     return wanted
 
 
-def _compares(name: str, named: dict[str, tuple], steps: dict, share: float) -> bool:
-    """Whether a strategy is ours, or reaches a share of the best other's rate in one of the passes."""
+def _compares(name: str, named: dict[str, tuple], steps: dict, which: str, share: float) -> bool:
+    """Whether a strategy is ours, or reaches a share of the best other's rate in a pass."""
     if name.startswith(OURS):
         return True
     others = [key for n, key in named.items() if not n.startswith(OURS)]
-    return any(
-        min(steps[key][which] for key in others) >= share * steps[named[name]][which]
-        for which in FLOPS_PER_PAIR
-    )
+    return min(steps[key][which] for key in others) >= share * steps[named[name]][which]
 
 
 def _want(

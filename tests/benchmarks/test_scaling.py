@@ -116,9 +116,28 @@ def test_calls_of_every_kind_are_timed(result, monkeypatch):
         monkeypatch.setattr(measure, name, 2e4)
     piece = Piece(masks.causal(128).slices.astype(np.int32), 128, 128, 2, 1, result)
     bench = measure.Bench(get_implementation("cpu"))
-    times = bench.measure(piece, ("forward", "backward"))
-    assert set(times) == {"forward", "backward"}
-    assert min(times.values()) > 0
+    assert bench.measure(piece, "forward") > 0
+    assert bench.measure(piece, "backward") > 0
+
+
+def test_pieces_are_visited_in_one_order_and_back(monkeypatch):
+    monkeypatch.setattr(
+        measure.Bench, "measure", lambda self, piece, which, table: float(piece.q_len)
+    )
+    lengths = 384, 128, 256
+    pieces = [Piece(masks.full(n).slices.astype(np.int32), n, n, 2, 1) for n in lengths]
+    chosen = {
+        p.key: orders.Order(p, ("backward", "forward")[: i + 1]) for i, p in enumerate(pieces)
+    }
+    walked = measure._walk(list(chosen), chosen)
+    half = len(walked) // measure.VISITS
+    assert walked[half:] == walked[:half][::-1]
+    assert [chosen[key].piece.q_len for key, _ in walked[:half]] == [128, 256, 384, 128, 256]
+    found = measure.time_orders(chosen, 60.0, "cpu")
+    for key, order in chosen.items():
+        for which in order.passes:
+            assert found[key]["visits"][which] == [float(order.piece.q_len)] * measure.VISITS
+            assert found[key][which] == order.piece.q_len
 
 
 def test_times_are_measured_where_they_are_known(problem):
