@@ -47,13 +47,23 @@ def varlen(
     return AttnMask(rows, int(lengths.sum()), int(k_lengths.sum()), disjoint=True)
 
 
-def block_causal(frame_lengths: Any, *, frames_per_document: Any = None) -> AttnMask:
-    """Frames that see themselves and all earlier frames of their document, as in video models.
+def block_causal(
+    frame_lengths: Any,
+    *,
+    frames_per_document: Any = None,
+    window: tuple[int | None, int | None] | None = None,
+    global_prefix: int = 0,
+) -> AttnMask:
+    """Frames that see themselves and earlier frames of their document, as in video models.
 
     Args:
         frame_lengths: tokens of each frame ``[F]``, document after document.
         frames_per_document: frames of each document ``[D]``, summing to F; one document if not
             given.
+        window: ``(left, right)``, counted in frames: frame ``f`` sees frames ``f - left .. f``; None is
+            unbounded. Frames are causal, whatever ``right`` is.
+        global_prefix: the first so many frames of a document are seen by all of its later frames, however
+            far they are.
     """
     frames = checks.lengths("frame_lengths", frame_lengths)
     if frames_per_document is None:
@@ -65,22 +75,42 @@ def block_causal(frame_lengths: Any, *, frames_per_document: Any = None) -> Attn
                 f"frames_per_document must sum to the {len(frames)} frame_lengths; "
                 f"got {counts.sum()}"
             )
+    left, _ = checks.window(window, causal=True)
+    prefix = checks.length("global_prefix", global_prefix)
     start, end = starts_and_ends(frames)
     edges = np.append(start, frames.sum())
-    document_start = np.repeat(edges[starts_and_ends(counts)[0]], counts)
-    rows = np.stack([start, end, document_start, end, *_no_band(len(frames))], axis=1)
-    return AttnMask(rows, int(frames.sum()), int(frames.sum()), disjoint=True)
+    number = np.arange(len(frames))
+    opening = np.repeat(starts_and_ends(counts)[0], counts)  # first frame of the document
+    first = np.maximum(opening, number - left)  # first frame of the window
+    prefix_end = np.minimum(opening + prefix, first)
+    first = np.where(prefix_end == first, opening, first)  # they meet: one slice
+    low, high = _no_band(len(frames))
+    rows = np.stack([start, end, edges[first], end, low, high], axis=1)
+    apart = prefix_end < first
+    of_prefix = np.stack([start, end, edges[opening], edges[prefix_end], low, high], axis=1)[apart]
+    total = int(frames.sum())
+    return AttnMask(np.concatenate([rows, of_prefix]), total, total, disjoint=True)
 
 
-def uniform_block_causal(lengths: Any, block: Any) -> AttnMask:
+def uniform_block_causal(
+    lengths: Any,
+    block: Any,
+    *,
+    window: tuple[int | None, int | None] | None = None,
+    global_prefix: int = 0,
+) -> AttnMask:
     """`block_causal` with documents cut into frames of ``block`` tokens; the last may be short.
 
     Args:
         lengths: tokens of each document ``[D]``.
         block: tokens of a frame, one number or one per document ``[D]``.
+        window: as in `block_causal`, in frames.
+        global_prefix: as in `block_causal`, in frames.
     """
     counts, frames = cut_evenly("block", lengths, block)
-    return block_causal(frames, frames_per_document=counts)
+    return block_causal(
+        frames, frames_per_document=counts, window=window, global_prefix=global_prefix
+    )
 
 
 def chunked_causal(lengths: Any, chunk: Any) -> AttnMask:

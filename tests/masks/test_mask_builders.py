@@ -94,6 +94,41 @@ def test_block_causal(frames_of):
 
 
 @brief
+@given(
+    st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=3),
+    st.one_of(st.none(), st.integers(0, 4)),
+    st.integers(0, 3),
+)
+def test_block_causal_with_a_window_of_frames(frames_of, left, prefix):
+    frames = [length for frames in frames_of for length in frames]
+    counts = [len(f) for f in frames_of]
+    frame, _ = places(frames)
+    document = np.repeat(np.arange(len(frames_of)), counts)[frame]
+    number = np.concatenate([np.zeros(0, int), *map(np.arange, counts)])[frame]
+    is_near = True if left is None else number[:, None] - number <= left
+    seen = (number <= number[:, None]) & (is_near | (number < prefix))
+    options = {"window": (left, 0), "global_prefix": prefix}
+    check(
+        masks.block_causal(frames, frames_per_document=counts, **options),
+        (document[:, None] == document) & seen,
+    )
+
+
+def test_windows_of_even_frames():
+    found = masks.uniform_block_causal([7, 5], 2, window=(1, 0), global_prefix=1)
+    wanted = masks.block_causal(
+        [2, 2, 2, 1, 2, 2, 1], frames_per_document=[4, 3], window=(1, None), global_prefix=1
+    )
+    assert found == wanted
+    assert found.dense()[6].nonzero()[0].tolist() == [0, 1, 4, 5, 6]
+    assert len(masks.uniform_block_causal([7], 2, window=(1, 0), global_prefix=1).slices) == 5
+    with pytest.raises(ValueError, match="window must not be negative"):
+        masks.block_causal([2, 2], window=(-1, 0))
+    with pytest.raises(ValueError, match="global_prefix must not be negative"):
+        masks.block_causal([2, 2], global_prefix=-1)
+
+
+@brief
 @given(documents, st.integers(1, 5), st.data())
 def test_blocks_and_chunks(parts, block, data):
     document, place = places(parts)
