@@ -26,10 +26,9 @@ class Posed(NamedTuple):
 
 
 CLOSE, WORTH_A_LOOK = 0.9, 0.7  # of the best other strategy's rate
-REGULAR, MANY_RANKS = (
-    ("full", "causal"),
-    32,
-)  # masks, and ranks of other masks, with ratios that are aimed at
+# Ratios are aimed at on these masks, and on others from so many ranks on.
+REGULAR, MANY_RANKS = ("full", "causal"), 32
+FEW_STEPS = 8  # calls of a rank, of strategies that are asked for the rate of their kernels
 NEAR = 0.97  # of the kernel time of the slowest rank: who is above by the fit may be the slowest
 ROUNDS = (
     (1, CLOSE),
@@ -47,7 +46,8 @@ def choose(
 
     By rounds: first the slowest rank of ours and of the others that are close to the best other in a pass, on
     every problem, so that all that is compared rests on measured calls; then more and more of the ranks that
-    may be the slowest. In a round those come first whose ratios are aimed at.
+    may be the slowest. In a round those come first whose ratios are aimed at. After the first round come two
+    typical ranks of the strategy whose kernels should be the fastest: a perfect plan would reach their rate.
 
     Args:
         predicted: microseconds of each piece, by pass; see `predict`.
@@ -55,8 +55,7 @@ def choose(
     """
     wanted: dict[str, set[str]] = {}
     posed = sorted(
-        dict.fromkeys(key[:2] for key in works),
-        key=lambda problem: problem[1] not in REGULAR and problem[0] < MANY_RANKS,
+        dict.fromkeys(key[:2] for key in works), key=lambda problem: not _aimed(*problem)
     )
     for most_ranks, share in ROUNDS:
         for problem in posed:
@@ -64,11 +63,24 @@ def choose(
             for which in FLOPS_PER_PAIR:
                 for name in (n for n in named if _compares(n, named, steps, which, share)):
                     work = works[named[name]]
-                    calls = work.backward_calls if which == "backward" else work.calls
-                    _want(wanted, calls, which, predicted, most_ranks)
+                    _want(wanted, _calls(work, which), which, predicted, most_ranks)
                     if work.travel_calls is not None:
                         _want(wanted, work.travel_calls[:, None], which, predicted, most_ranks)
+        if (most_ranks, share) == ROUNDS[0]:
+            for problem in (p for p in posed if p[1] not in REGULAR and _aimed(*p)):
+                here = [work for key, work in works.items() if key[:2] == problem]
+                for which in FLOPS_PER_PAIR:
+                    _want_fastest(wanted, here, which, predicted)
     return wanted
+
+
+def _aimed(ranks: int, mask: str) -> bool:
+    """Whether a ratio to the others is aimed at."""
+    return mask in REGULAR or ranks >= MANY_RANKS
+
+
+def _calls(work: Work, which: str) -> np.ndarray:
+    return work.backward_calls if which == "backward" else work.calls
 
 
 def _compares(name: str, named: dict[str, tuple], steps: dict, which: str, share: float) -> bool:
@@ -83,11 +95,30 @@ def _want(
     wanted: dict, calls: np.ndarray, which: str, predicted: dict, most_ranks: int | None
 ) -> None:
     """Adds the calls of the slowest ranks, slowest first."""
-    total = np.array([sum(predicted[which].get(key, 0.0) for key in row) for row in calls])
+    total = _kernel_us(calls, predicted[which])
     slowest = np.argsort(-total, kind="stable")[:most_ranks]
     for rank in slowest[total[slowest] >= NEAR * total.max()]:
-        for key in filter(None, calls[rank].tolist()):
-            wanted.setdefault(key, set()).add(which)
+        _add(wanted, calls[rank], which)
+
+
+def _want_fastest(wanted: dict, works: list[Work], which: str, predicted: dict) -> None:
+    """Adds the calls of two typical ranks of whose kernels take least time, of few calls a rank."""
+    calls = [_calls(work, which) for work in works]
+    total = [_kernel_us(c, predicted[which]) for c in calls if c.shape[1] <= FEW_STEPS]
+    calls = [c for c in calls if c.shape[1] <= FEW_STEPS]
+    best = int(np.argmin([us.mean() for us in total]))
+    for rank in np.argsort(np.abs(total[best] - total[best].mean()), kind="stable")[:2]:
+        _add(wanted, calls[best][rank], which)
+
+
+def _kernel_us(calls: np.ndarray, predicted: dict[str, float]) -> np.ndarray:
+    """Predicted times of all calls of each rank, ``[groups]``."""
+    return np.array([sum(predicted.get(key, 0.0) for key in row) for row in calls])
+
+
+def _add(wanted: dict, calls: np.ndarray, which: str) -> None:
+    for key in filter(None, calls.tolist()):
+        wanted.setdefault(key, set()).add(which)
 
 
 def predict(pieces: dict[str, Piece], fit: Fit) -> dict[str, dict[str, float]]:
