@@ -230,7 +230,7 @@ def settled_logits(
     """Scale and cap of the logits as a call has them: defaults taken, and 0 for no cap.
 
     Raises:
-        TypeError: one of them is traced.
+        TypeError: one of them is traced, or no number.
         ValueError: one of them makes no logits.
     """
     scale = head_dim**-0.5 if scale is None else _known("scale", scale, "multiply q by it")
@@ -249,4 +249,7 @@ def _known(name: str, value: float, instead: str) -> float:
             f"{name} becomes part of the program and must be known while tracing, got a traced"
             f" {jax.typeof(value)}; {instead} instead"
         )
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a number, or None; got {value!r}") from error

@@ -130,9 +130,10 @@ def _explicit_specs(region, q, k, v, batched, keys_replicated):
     wanted = (region.axis_name,) if region.axis_name in region.explicit_axes else ()
     if rows != wanted or dims:
         spec = f"P({'None, ' if batched else ''}{region.axis_name!r})"
+        layout = "[B, T, N, H]" if batched else "[T, N, H]"
         raise ValueError(
             f"the rows of q must be sharded over {region.axis_name!r} alone and its head dim over"
-            f" nothing; got {jax.typeof(q)}. Bring it there with jax.device_put(q,"
+            f" nothing; q is {layout}, got {jax.typeof(q)}. Bring it there with jax.device_put(q,"
             f" NamedSharding(mesh, {spec})), or inside of jit with jax.sharding.reshard(q, {spec})"
         )
     return batch, heads

@@ -180,9 +180,11 @@ def explicit_entries(region: Region, x: jax.Array) -> list[tuple[str, ...]]:
 
 
 def reshard(region: Region, tree: Any, spec: PartitionSpec) -> Any:
-    """Gives small arrays the sharding that `run` will ask for; only explicit axes need that."""
+    """Gives arrays the sharding over explicit axes that `run` will ask for; that over others is XLA's."""
     if not region.explicit_axes:
         return tree
+    kept = [tuple(a for a in as_tuple(entry) if a in region.explicit_axes) for entry in spec]
+    spec = PartitionSpec(*kept)
     target = spec if region.mesh is None else NamedSharding(region.mesh, spec)
     return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, target), tree)
 

@@ -21,7 +21,7 @@ Array = Any  # a NumPy array while planning, a jax.Array on a device, a tracer u
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SliceTable:
     """What an attention kernel reads; see docs/architecture.md, "Slice table".
 
@@ -39,6 +39,10 @@ class SliceTable:
     q_len: int = dataclasses.field(metadata={"static": True})
     k_len: int = dataclasses.field(metadata={"static": True})
     tile_size: int = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        # Not the entries, which would fill the screen, nor anything of theirs: they may be traced or None.
+        return f"SliceTable(q_len={self.q_len}, k_len={self.k_len}, tile_size={self.tile_size})"
 
     def local(self, rank: Array, cp_size: int) -> "SliceTable":
         """The table of one rank, without the ``[cp]`` axis."""

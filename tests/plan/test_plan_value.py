@@ -31,6 +31,9 @@ def test_a_plan_shows_its_sizes_and_not_its_tables():
     assert shown.startswith("AttentionPlan(cp_size=4, seq_len=191, local_len=")
     assert len(shown) < 150
     assert repr(jax.tree.map(lambda _: None, plan)) == shown
+    table = plan.local(0).calc[0]
+    shown = f"SliceTable(q_len={table.q_len}, k_len={table.k_len}, tile_size=16)"
+    assert repr(table) == repr(jax.tree.map(lambda _: None, table)) == shown
 
 
 def test_fingerprint_sees_every_leaf_and_the_spec():

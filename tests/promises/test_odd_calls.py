@@ -76,6 +76,12 @@ def test_options_that_kernels_would_read_as_others(attend, rng, options, match):
 
 
 @pytest.mark.parametrize("name", ["scale", "logits_soft_cap"])
+def test_options_that_are_no_numbers_are_refused_by_name(attend, rng, name):
+    with pytest.raises(TypeError, match=f"{name} must be a number, or None; got 'auto'"):
+        attend(*operands(rng), **{name: "auto"})
+
+
+@pytest.mark.parametrize("name", ["scale", "logits_soft_cap"])
 def test_traced_options_are_refused_by_name(attend, rng, name):
     q, k, v = operands(rng)
     with pytest.raises(TypeError, match=rf"{name} becomes part of the program.*float32"):
