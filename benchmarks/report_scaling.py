@@ -1,78 +1,94 @@
 """What the results page says of the simulation and of its check."""
 
+from report_ceilings import OURS, ceilings, compared
 from report_tables import distinct, losses, percent, table
 from scaling.published import PUBLISHED, PUBLISHED_RANKS
 
-OURS, ALIKE = "magi_jax", "magi_jax_alike"
-
 
 def scaling(stored: dict) -> list[str]:
-    """Ours in two ways beside the best other strategy, and the ratios."""
+    """Targets, ours in two ways beside the best other strategy, who is ahead and why, and how it was made."""
+    rows = stored["rows"]
+    lines = [
+        "TFLOP/s per GPU of the slowest rank, 8,192 tokens a rank, 64:8 heads of 128, bfloat16: kernel calls"
+        " of each rank timed on one GPU, transfers modelled, since more than two GPUs were not to be had; the"
+        ' next section says how far that is off. "Ours" is the default: plans made in milliseconds for each'
+        " batch, gradients of keys sent in float32, keys fetched again in the backward pass. The others are"
+        " granted more: gradients in bfloat16, all keys and values of the forward pass kept in memory"
+        " (rings), layouts that nobody searches for. Alike is ours with the same:"
+        ' `DistOptions(reduce_dtype="bfloat16", keep_remote_kv=True)`, and plans made ahead with'
+        ' `effort="high"` (seconds of a background worker). All strategies run the kernel of this library.',
+        "",
+        *table(["target", "ours", "alike"], targets(rows)),
+    ]
+    ranks = sorted(distinct(rows, "cp"))
+    for which in ("forward", "backward"):
+        body = [
+            [mask, *(_cell(*compared(rows, mask, cp, which), which) for cp in ranks)]
+            for mask in distinct(rows, "mask")
+        ]
+        lines += ["", f"### {which.capitalize()}, by ranks", ""]
+        lines += ["Ours, alike / best other strategy (its name), and the ratios of both.", ""]
+        lines += [*table(["mask", *ranks], body), "", f"![{which}](pictures/scaling_{which}.png)"]
+    title = (
+        "Strategies that are ahead of the default, with its share of their rate and that of alike"
+    )
+    lines += ["", "### Who is ahead", "", *losses(title, _behind(rows))]
+    lines += ["", *fullest_ranks(rows), "", *ceilings(stored), "", *beside_published(rows)]
+    return [*lines, "", "### How these figures were made", "", *how(stored)]
+
+
+def _cell(ours: list[dict], best: dict, which: str) -> str:
+    rates = ", ".join(f"{row[which]:.0f}" for row in ours)
+    ratios = ", ".join(f"{row[which] / best[which]:.2f}" for row in ours)
+    return f"{rates} / {best[which]:.0f} ({best['strategy']}) {ratios}"
+
+
+def _behind(rows: list[dict]) -> list[str]:
+    found = []
+    for which in ("forward", "backward"):
+        for mask in distinct(rows, "mask"):
+            for cp in sorted(distinct(rows, "cp")):
+                ours, best = compared(rows, mask, cp, which)
+                ratios = ", ".join(f"{row[which] / best[which]:.2f}" for row in ours)
+                if ours[0][which] < best[which]:
+                    found.append(f"{mask}, {cp} ranks, {which}: {best['strategy']} ({ratios})")
+    return found
+
+
+def how(stored: dict) -> list[str]:
+    """Which calls were timed, what the others take, and the links."""
     machine, errors = stored["machine"], stored["fit_error"]
     sources = "; ".join(
         f"commit `{run['commit']}`, {run['date']}, `{run['command']}`" for run in stored["kernels"]
     )
-    lines = [
+    apart = stored.get("visits_differ")
+    return [
         f"Kernel calls were timed on {stored['kernels'][0]['device']} ({sources}):"
         f" {stored['timed_pieces']} of {stored['pieces']} different calls: of ours and of the others that"
         " come within a tenth of the best other those of the rank that should be the slowest, then of the"
-        " four slowest, and so on as far as the time sufficed, on a card that did not rest."
-        f" {stored.get('left_out', 0)} times that are off by more than a quarter from the fit to the others"
+        " four slowest, and so on as far as the time sufficed, on a card that did not rest, calls of like"
+        " rates one after the other"
+        + (
+            "; each was visited twice, and the two lie"
+            f" {percent(apart[0])} apart (median; 95th percentile {percent(apart[1])})."
+            if apart
+            else "."
+        )
+        + f" {stored.get('left_out', 0)} times that are off by more than a quarter from the fit to the others"
         " are left out: the host was held up, or the pace of the card another. All other calls take the time"
         " of a fit to the timed ones, which is off by"
         f" {percent(errors['forward'][0])} (median) and {percent(errors['forward'][1])} (95th percentile)"
         f" forward, {percent(errors['backward'][0])} and {percent(errors['backward'][1])} backward, scaled by"
-        " what the timed calls of the same step of the same strategy say of it."
-        f" Links: {machine['near'] / 1e3:.0f} GB/s a GPU inside a node of {machine['node']},"
-        f" {machine['far'] / 1e3:.0f} GB/s a GPU between nodes; {machine['near_latency_us']:.0f} and"
-        f" {machine['far_latency_us']:.0f} us a transfer. `benchmarks/scaling/model.py` says what hides"
-        " behind what. TFLOP/s per GPU of the slowest rank: ours, ours alike / best other strategy (its"
-        " name), and the ratios of both. Plans are those that `make_plan` chooses for nodes of this size.",
-        "",
-        '"Ours" is the default: plans made in milliseconds for each batch, gradients of keys sent in float32,'
-        " keys fetched again in the backward pass. The others are granted more: gradients in bfloat16, all"
-        " keys and values of the forward pass kept in memory (rings), layouts that nobody searches for."
-        ' Alike is ours with the same: `DistOptions(reduce_dtype="bfloat16", keep_remote_kv=True)`, and'
-        ' plans made ahead with `effort="high"` (seconds of a background worker).',
-        "",
-        *fullest_ranks(stored["rows"]),
+        " what the timed calls of the same step of the same strategy say of it.",
         "",
         *timed_shares(stored["rows"]),
-        *(["", stored["note"]] if "note" in stored else []),
         "",
-        "![forward](pictures/scaling_forward.png)",
-        "![backward](pictures/scaling_backward.png)",
+        f"Links: {machine['near'] / 1e3:.0f} GB/s a GPU inside a node of {machine['node']},"
+        f" {machine['far'] / 1e3:.0f} GB/s a GPU between nodes; {machine['near_latency_us']:.0f} and"
+        f" {machine['far_latency_us']:.0f} us a transfer. `benchmarks/scaling/model.py` says what hides"
+        " behind what. Plans are those that `make_plan` chooses for nodes of this size.",
+        *(["", stored["note"]] if "note" in stored else []),
     ]
-    behind = []
-    ranks = sorted(distinct(stored["rows"], "cp"))
-    for which in ("forward", "backward"):
-        body = []
-        for mask in distinct(stored["rows"], "mask"):
-            cells = [mask]
-            for cp in ranks:
-                ours, best = compared(stored["rows"], mask, cp, which)
-                rates = ", ".join(f"{row[which]:.0f}" for row in ours)
-                ratios = ", ".join(f"{row[which] / best[which]:.2f}" for row in ours)
-                cells.append(f"{rates} / {best[which]:.0f} ({best['strategy']}) {ratios}")
-                if ours[0][which] < best[which]:
-                    behind.append(f"{mask}, {cp} ranks, {which}: {best['strategy']} ({ratios})")
-            body.append(cells)
-        lines += ["", f"{which.capitalize()}:", "", *table(["mask", *ranks], body)]
-    head = ["target", "ours", "alike"]
-    lines += ["", "Targets:", "", *table(head, targets(stored["rows"]))]
-    lines += ["", *lost(stored["rows"], ranks[-1]), "", *beside_published(stored["rows"])]
-    title = (
-        "Strategies that are ahead of the default, with its share of their rate and that of alike"
-    )
-    return [*lines, "", *losses(title, behind)]
-
-
-def compared(rows: list[dict], mask: str, cp: int, which: str) -> tuple[list[dict], dict]:
-    """Rows of ours, default first, and that of the best other strategy."""
-    here = {r["strategy"]: r for r in rows if r["mask"] == mask and r["cp"] == cp}
-    others = [row for name, row in here.items() if not name.startswith(OURS)]
-    ours = [here[name] for name in (OURS, ALIKE) if name in here]
-    return ours, max(others, key=lambda row: row[which])
 
 
 def fullest_ranks(rows: list[dict]) -> list[str]:
@@ -100,31 +116,6 @@ def timed_shares(rows: list[dict]) -> list[str]:
         f"Of the {len(shares)} rates in the two tables, {whole} rest on times of all calls of the rank whose"
         f" kernels take longest, {half - whole} on times of more than half of that rank's kernel time, and"
         f" {len(shares) - half} mostly on the fit."
-    ]
-
-
-def lost(rows: list[dict], cp: int) -> list[str]:
-    """Where the time of a step goes at a number of ranks."""
-    body = []
-    for mask in distinct(rows, "mask"):
-        cells = [mask]
-        for which in ("forward", "backward"):
-            for row in compared(rows, mask, cp, which)[0]:
-                step, slowest, mean = (
-                    row[f"{which}{part}_us"] for part in ("", "_kernel", "_mean_kernel")
-                )
-                kernels = row[which] * step / mean
-                cells.append(
-                    f"{kernels:.0f}, {percent(1 - mean / slowest)}, {percent(1 - slowest / step)}"
-                )
-        body.append(cells)
-    head = ["mask", "forward, ours", "alike", "backward, ours", "alike"]
-    return [
-        f"What is lost at {cp} ranks: the rate of the kernels alone on the mean rank, the share of the"
-        " slowest rank's kernels that the mean one does not have, and the share of the step that is not"
-        " kernels:",
-        "",
-        *table(head, body),
     ]
 
 

@@ -10,11 +10,9 @@ def kernels(stored: dict) -> list[str]:
     lines = [
         "64 query heads, 8 kv heads, bfloat16. TFLOP/s of the mask's area, ours / best peer (its name), and"
         " the ratio. The matrix product of 8192 beside them ran at"
-        f" {span(row['matmul'] for row in stored['rows'])} TFLOP/s. FlashAttention 3 and 4 and"
-        " MagiAttention's kernels cannot be called from JAX and did not run beside these;"
-        " [Kernel notes](kernel_notes.md) has their figures of an earlier run on such a card. Ours and"
-        " the peers took turns, calls back to back in each, at a pace that the card keeps up; passes that"
-        " take less than about a millisecond are repeated inside one program, ours and peers alike.",
+        f" {span(row['matmul'] for row in stored['rows'])} TFLOP/s. Ours and the peers took turns, calls back"
+        " to back in each, at a pace that the card keeps up; passes that take less than about a millisecond"
+        " are repeated inside one program, ours and peers alike.",
         *(["", stored["note"]] if "note" in stored else []),
     ]
     behind = []

@@ -12,10 +12,10 @@ import numpy as np
 from provenance import save
 
 from scaling.fit import Fit, features, first_fit, fit
-from scaling.machine import Machine, Times
+from scaling.machine import Machine, Times, tail_us
 from scaling.measure import SLOW, VISITS, call_seconds, time_orders
 from scaling.model import step_us
-from scaling.orders import Order, Posed, choose, load_orders, predict, save_orders
+from scaling.orders import Order, Posed, calls_of, choose, load_orders, predict, save_orders
 from scaling.work import (
     ALIKE,
     FLOPS_PER_PAIR,
@@ -136,6 +136,7 @@ def simulate(args) -> None:
             row[f"{which}_mean_kernel_us"] = round(float(kernels.mean()), 1)
             share = timed_us.kernel_us(which)[slowest] / max(kernels[slowest], 1e-9)
             row[f"{which}_timed"] = round(float(share), 3)
+            row[f"{which}_calls"] = calls_of(work, which).shape[1]
         rows.append(row)
     content = {
         "what": "simulated TFLOP/s per GPU; kernels timed on one GPU, transfers modelled",
@@ -145,6 +146,12 @@ def simulate(args) -> None:
         "left_out": left_out,
         "pieces": len(pieces),
         "fit_error": {w: [round(x, 3) for x in e] for w, e in fitted.errors.items()},
+        "visits_differ": visits_differ(sources),
+        # What every strategy does beside kernels and transfers, and hides behind neither.
+        "unhidden_us": {
+            "forward": 0.0,
+            "backward": round(tail_us(args.tokens_per_rank, machine), 1),
+        },
         "rows": rows,
     }
     save(args.out, args.commit, content)
@@ -176,6 +183,21 @@ def read_times(paths: list[pathlib.Path]) -> tuple[list[dict], dict[str, dict]]:
             }
             timed[key] = {**timed.get(key, {}), **possible}
     return sources, timed
+
+
+def visits_differ(sources: list[dict]) -> list[float]:
+    """50th and 95th percentile of how far the two visits to a call lie apart, over their mean; empty if none
+    had two.
+    """
+    twice = [
+        us
+        for source in sources
+        for piece in source["pieces"].values()
+        for us in piece.get("visits", {}).values()
+        if len(us) > 1
+    ]
+    apart = [(max(us) - min(us)) / np.mean(us) for us in twice]
+    return [round(float(x), 3) for x in np.percentile(apart, [50, 95])] if apart else []
 
 
 def fit_to(timed: dict[str, dict], pieces: dict[str, Piece]) -> tuple[Fit, int]:

@@ -63,7 +63,7 @@ def choose(
             for which in FLOPS_PER_PAIR:
                 for name in (n for n in named if _compares(n, named, steps, which, share)):
                     work = works[named[name]]
-                    _want(wanted, _calls(work, which), which, predicted, most_ranks)
+                    _want(wanted, calls_of(work, which), which, predicted, most_ranks)
                     if work.travel_calls is not None:
                         _want(wanted, work.travel_calls[:, None], which, predicted, most_ranks)
         if (most_ranks, share) == ROUNDS[0]:
@@ -79,7 +79,7 @@ def _aimed(ranks: int, mask: str) -> bool:
     return mask in REGULAR or ranks >= MANY_RANKS
 
 
-def _calls(work: Work, which: str) -> np.ndarray:
+def calls_of(work: Work, which: str) -> np.ndarray:
     return work.backward_calls if which == "backward" else work.calls
 
 
@@ -103,7 +103,7 @@ def _want(
 
 def _want_fastest(wanted: dict, works: list[Work], which: str, predicted: dict) -> None:
     """Adds the calls of two typical ranks of whose kernels take least time, of few calls a rank."""
-    calls = [_calls(work, which) for work in works]
+    calls = [calls_of(work, which) for work in works]
     total = [_kernel_us(c, predicted[which]) for c in calls if c.shape[1] <= FEW_STEPS]
     calls = [c for c in calls if c.shape[1] <= FEW_STEPS]
     best = int(np.argmin([us.mean() for us in total]))

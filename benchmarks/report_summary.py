@@ -1,0 +1,138 @@
+"""The first thing on the results page: what each section shows, in a line, losses included."""
+
+import json
+import pathlib
+import statistics
+from collections.abc import Callable
+
+from report_ceilings import compared
+from report_scaling import targets
+from report_tables import distinct, table
+
+
+def summary(results: pathlib.Path, files: dict[str, tuple[str, str]]) -> list[str]:
+    """A line for each result that is stored.
+
+    Args:
+        results: folder of the result files.
+        files: title of its section by name of a file, and who writes its line.
+    """
+    body = []
+    for name, (title, kind) in files.items():
+        path = results / name
+        if path.exists():
+            lines = LINES[kind](json.loads(path.read_text()))
+            body += [["", text] for text in lines]
+            body[-len(lines)][0] = f"[{title}](#{_anchor(title)})"
+    return table(["section", "what it shows"], body) if body else []
+
+
+def _anchor(title: str) -> str:
+    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -")
+    return "-".join(kept.split())
+
+
+def kernels(stored: dict) -> list[str]:
+    """In how many cells ours is ahead of every peer beside it."""
+    rows = [row for row in stored["rows"] if "ratio" in row]
+    if not rows:
+        return []
+    ratios = [row["ratio"] for row in rows]
+    names = dict.fromkeys(
+        name for row in rows for name in row["tflops"] if not name.startswith("ours")
+    )
+    ahead = sum(ratio >= 1 for ratio in ratios)
+    return [
+        f"ahead of {', '.join(names)} in {ahead} of {len(ratios)} cells; our rate over the best of them:"
+        f" {_spread(ratios)}"
+    ]
+
+
+def rivals(stored: dict) -> list[str]:
+    """Ours over the best other strategy, on real devices."""
+    parts = []
+    for mask, heads in dict.fromkeys((r["mask"], r["heads"]) for r in stored["rows"]):
+        here = [r for r in stored["rows"] if (r["mask"], r["heads"]) == (mask, heads)]
+        ratios = [
+            here[0][which] / max(r[which] for r in here[1:] if which in r)
+            for which in ("forward", "backward")
+        ]
+        parts.append(f"{mask} {heads} {ratios[0]:.2f} and {ratios[1]:.2f}")
+    return [f"our rate over the best other strategy, forward and backward: {'; '.join(parts)}"]
+
+
+def distributed(stored: dict) -> list[str]:
+    """What is left of the rate of one GPU."""
+    rows = [r for r in stored["rows"] if "forward_ratio" in r]
+    return [
+        f"{heads} heads: rate over that of one GPU forward"
+        f" {_spread([r['forward_ratio'] for r in rows if r['heads'] == heads])}, backward"
+        f" {_spread([r['backward_ratio'] for r in rows if r['heads'] == heads])}"
+        for heads in distinct(rows, "heads")
+    ]
+
+
+def scaling(stored: dict) -> list[str]:
+    """What was aimed at, by default and alike, and how many cells are ahead of all others."""
+    lines = [f"{text}: {ours}, alike {alike}" for text, ours, alike in targets(stored["rows"])]
+    lines = ["; ".join(lines[:3]), "; ".join(lines[3:-2]), *lines[-2:]] if len(lines) > 4 else lines
+    problems = dict.fromkeys((r["mask"], r["cp"]) for r in stored["rows"])
+    ratios = []
+    for mask, cp in problems:
+        for which in ("forward", "backward"):
+            ours, best = compared(stored["rows"], mask, cp, which)
+            ratios.append(ours[0][which] / best[which])
+    return [
+        *filter(None, lines),
+        f"ahead of all others in {sum(r >= 1 for r in ratios)} of {len(ratios)} cells by default, within"
+        f" 4 % of the best in {sum(0.96 <= r < 1 for r in ratios)} more; {_spread(ratios)}",
+    ]
+
+
+def check(stored: dict) -> list[str]:
+    """How far the model is off."""
+    errors = [
+        statistics.median(abs(r[f"{w}_error"]) for r in stored["rows"])
+        for w in ("forward", "backward")
+    ]
+    return [
+        "the model's times are off from measured steps by"
+        f" {100 * errors[0]:.0f} % forward and {100 * errors[1]:.0f} % backward (medians)"
+    ]
+
+
+def compiles(stored: dict) -> list[str]:
+    """Compilations by way of giving the mask."""
+    ways = [
+        f"{name} {found['compiles']} in {found['packings']}"
+        for name, found in stored["ways"].items()
+        if "compiles" in found
+    ]
+    return [f"compilations: {', '.join(ways)}"]
+
+
+def cpu_kernels(stored: dict) -> list[str]:
+    """Times of others over ours."""
+    parts = []
+    for peer in dict.fromkeys(name for row in stored["rows"] for name in row["ratio"]):
+        ratios = [row["ratio"][peer] for row in stored["rows"] if peer in row["ratio"]]
+        parts.append(f"{peer} {_spread(ratios, 1)}")
+    return [f"times over ours: {'; '.join(parts)}"]
+
+
+def _spread(values: list[float], digits: int = 2) -> str:
+    """Least, median and most."""
+    middle = statistics.median(values)
+    least, middle, most = (f"{x:.{digits}f}" for x in (min(values), middle, max(values)))
+    return f"{least} to {most}, median {middle}"
+
+
+LINES: dict[str, Callable[[dict], list[str]]] = {
+    "kernels": kernels,
+    "rivals": rivals,
+    "distributed": distributed,
+    "scaling": scaling,
+    "check": check,
+    "compiles": compiles,
+    "cpu_kernels": cpu_kernels,
+}
