@@ -85,6 +85,14 @@ ffi::Error PlaceOperands(const comm::Member& member, const GroupCall& call, int6
   return ffi::Error::Success();
 }
 
+// Bytes that PlaceOperands copies.
+int64_t CopiedBytes(const comm::Member& member, const GroupCall& call, int64_t operand_rows) {
+  int64_t bytes = 0;
+  for (int i = 0; i < call.move.num_leaves; ++i)
+    bytes += operand_rows * call.move.leaves[i].row_bytes;
+  return member.config().staging_bytes == 0 ? 0 : bytes;
+}
+
 // Whether all rows consist of vectors of 16 bytes.
 bool HasWholeVectors(const comm::Move& move) {
   return std::all_of(move.leaves, move.leaves + move.num_leaves,
@@ -122,7 +130,8 @@ ffi::Error Enqueue(comm::Member& member, GroupCall& call, int64_t operand_rows, 
   for (int i = 0; i < call.move.num_leaves; ++i) buffers.push_back(call.move.leaves[i].result);
   MAGI_JAX_RETURN_IF_CUDA_ERROR(member.End(std::move(buffers)));
   if (!beside) return ffi::Error::Success();
-  MAGI_JAX_RETURN_IF_CUDA_ERROR(comm::AwaitStart(call.meeting, call.move.num_blocks, stream));
+  MAGI_JAX_RETURN_IF_CUDA_ERROR(comm::AwaitStart(call.meeting, call.move.num_blocks,
+                                                 CopiedBytes(member, call, operand_rows), stream));
   return ffi::Error::Success();
 }
 
