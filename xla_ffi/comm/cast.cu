@@ -79,9 +79,6 @@ __global__ void __launch_bounds__(kThreads)
                    [&] { CastLeaves(meeting, move, shared.sources[0], ring); });
 }
 
-constexpr uint64_t kMostAwaitedNs = 30000;
-constexpr uint64_t kLeastBytesPerNs = 1000;  // at which operands are copied on a device
-
 __global__ void AwaitStartKernel(const uint64_t* arrived, uint64_t target, uint64_t most_ns) {
   const uint64_t start = Nanoseconds();
   while (LoadAcquire(arrived) < target && Nanoseconds() - start < most_ns) {
@@ -95,11 +92,10 @@ cudaError_t Cast(const Meeting& meeting, const Move& move, cudaStream_t stream) 
   return cudaGetLastError();
 }
 
-cudaError_t AwaitStart(const Meeting& meeting, int32_t num_blocks, int64_t copied_bytes,
+cudaError_t AwaitStart(const Meeting& meeting, int32_t num_blocks, int64_t most_ns,
                        cudaStream_t stream) {
   const uint64_t target = ((meeting.call - 1) * kBarriers + 1) * num_blocks;
-  const uint64_t most_ns = kMostAwaitedNs + static_cast<uint64_t>(copied_bytes) / kLeastBytesPerNs;
-  AwaitStartKernel<<<1, 1, 0, stream>>>(meeting.arrived, target, most_ns);
+  AwaitStartKernel<<<1, 1, 0, stream>>>(meeting.arrived, target, static_cast<uint64_t>(most_ns));
   return cudaGetLastError();
 }
 

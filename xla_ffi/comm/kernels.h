@@ -20,10 +20,9 @@ cudaError_t ReduceSum(const Meeting& meeting, const Move& move, cudaStream_t str
 // Leaves: out [rows, heads, row_elements / heads], lse [rows, heads] float32.
 cudaError_t ReduceLse(const Meeting& meeting, const Move& move, cudaStream_t stream);
 
-// Holds `stream` until the kernel of `meeting` has its SMs, but no longer than a few microseconds
-// and what it takes to copy the bytes that come before it. What is enqueued behind it can then not
-// take them.
-cudaError_t AwaitStart(const Meeting& meeting, int32_t num_blocks, int64_t copied_bytes,
+// Holds `stream` until the kernel of `meeting` has its SMs, but no longer than `most_ns`. What is
+// enqueued behind it can then not take them.
+cudaError_t AwaitStart(const Meeting& meeting, int32_t num_blocks, int64_t most_ns,
                        cudaStream_t stream);
 
 // Whether rows can go through shared memory on the current device: whether its kernels were

@@ -85,12 +85,16 @@ ffi::Error PlaceOperands(const comm::Member& member, const GroupCall& call, int6
   return ffi::Error::Success();
 }
 
-// Bytes that PlaceOperands copies.
-int64_t CopiedBytes(const comm::Member& member, const GroupCall& call, int64_t operand_rows) {
-  int64_t bytes = 0;
-  for (int i = 0; i < call.move.num_leaves; ++i)
-    bytes += operand_rows * call.move.leaves[i].row_bytes;
-  return member.config().staging_bytes == 0 ? 0 : bytes;
+// How long computation waits at most until a call has its SMs. A stream that has waited for
+// milliseconds takes up to a tenth of one to go on; one that still runs a call takes longer.
+int64_t MostAwaitedNs(const comm::Member& member, const GroupCall& call, int64_t operand_rows) {
+  constexpr int64_t kAloneNs = 300000, kBehindOthersNs = 30000;
+  constexpr int64_t kCopiedBytesPerNs = 1000;  // at the least, into this memory
+  int64_t copied_bytes = 0;
+  for (int i = 0; i < call.move.num_leaves && member.config().staging_bytes > 0; ++i)
+    copied_bytes += operand_rows * call.move.leaves[i].row_bytes;
+  const int64_t start_ns = member.HasEarlierCalls() ? kBehindOthersNs : kAloneNs;
+  return start_ns + copied_bytes / kCopiedBytesPerNs;
 }
 
 // Whether all rows consist of vectors of 16 bytes.
@@ -130,8 +134,8 @@ ffi::Error Enqueue(comm::Member& member, GroupCall& call, int64_t operand_rows, 
   for (int i = 0; i < call.move.num_leaves; ++i) buffers.push_back(call.move.leaves[i].result);
   MAGI_JAX_RETURN_IF_CUDA_ERROR(member.End(std::move(buffers)));
   if (!beside) return ffi::Error::Success();
-  MAGI_JAX_RETURN_IF_CUDA_ERROR(comm::AwaitStart(call.meeting, call.move.num_blocks,
-                                                 CopiedBytes(member, call, operand_rows), stream));
+  MAGI_JAX_RETURN_IF_CUDA_ERROR(comm::AwaitStart(
+      call.meeting, call.move.num_blocks, MostAwaitedNs(member, call, operand_rows), stream));
   return ffi::Error::Success();
 }
 
