@@ -88,7 +88,7 @@ ffi::Error PlaceOperands(const comm::Member& member, const GroupCall& call, int6
 // How long computation waits at most until a call has its SMs. A stream that has waited for
 // milliseconds takes up to a tenth of one to go on; one that still runs a call takes longer.
 int64_t MostAwaitedNs(const comm::Member& member, const GroupCall& call, int64_t operand_rows) {
-  constexpr int64_t kAloneNs = 300000, kBehindOthersNs = 30000;
+  constexpr int64_t kAloneNs = 500000, kBehindOthersNs = 30000;
   constexpr int64_t kCopiedBytesPerNs = 1000;  // at the least, into this memory
   int64_t copied_bytes = 0;
   for (int i = 0; i < call.move.num_leaves && member.config().staging_bytes > 0; ++i)
