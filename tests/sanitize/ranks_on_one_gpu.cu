@@ -166,7 +166,7 @@ struct Rank {
     Require(way.pushes ? comm::Push(meeting, move, member->side())
                        : comm::Cast(meeting, move, member->side()));
     if (move.own_rows > 0) {
-      Require(member->BeginApart());
+      Require(member->BeginApart(OwnRowBlocks(move)));
       Require(CopyOwnRows(meeting, move, member->apart()));
       Require(member->EndApart());
     }

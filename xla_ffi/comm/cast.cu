@@ -79,9 +79,16 @@ __global__ void __launch_bounds__(kThreads)
                    [&] { CastLeaves(meeting, move, shared.sources[0], ring); });
 }
 
-__global__ void AwaitStartKernel(const uint64_t* arrived, uint64_t target, uint64_t most_ns) {
+struct Awaited {
+  const uint64_t* count;
+  uint64_t target;
+
+  __device__ bool Came() const { return LoadAcquire(count) >= target; }
+};
+
+__global__ void AwaitStartKernel(Awaited arrived, Awaited apart, uint64_t most_ns) {
   const uint64_t start = Nanoseconds();
-  while (LoadAcquire(arrived) < target && Nanoseconds() - start < most_ns) {
+  while (!(arrived.Came() && apart.Came()) && Nanoseconds() - start < most_ns) {
   }
 }
 
@@ -92,10 +99,11 @@ cudaError_t Cast(const Meeting& meeting, const Move& move, cudaStream_t stream) 
   return cudaGetLastError();
 }
 
-cudaError_t AwaitStart(const Meeting& meeting, int32_t num_blocks, int64_t most_ns,
-                       cudaStream_t stream) {
+cudaError_t AwaitStart(const Meeting& meeting, int32_t num_blocks, uint64_t apart_blocks,
+                       int64_t most_ns, cudaStream_t stream) {
   const uint64_t target = ((meeting.call - 1) * kBarriers + 1) * num_blocks;
-  AwaitStartKernel<<<1, 1, 0, stream>>>(meeting.arrived, target, static_cast<uint64_t>(most_ns));
+  AwaitStartKernel<<<1, 1, 0, stream>>>({meeting.arrived, target}, {meeting.apart, apart_blocks},
+                                        static_cast<uint64_t>(most_ns));
   return cudaGetLastError();
 }
 

@@ -11,7 +11,9 @@
 namespace magi_jax::comm {
 
 cudaError_t Cast(const Meeting& meeting, const Move& move, cudaStream_t stream);
-// The rows that stay on this rank, which Cast leaves out where `move.own_rows` is not 0.
+// The rows that stay on this rank, which Cast leaves out where `move.own_rows` is not 0, by so many
+// blocks of a kernel.
+int32_t OwnRowBlocks(const Move& move);
 cudaError_t CopyOwnRows(const Meeting& meeting, const Move& move, cudaStream_t stream);
 // Cast as above, by writing to the results of the peers. For rows of whole vectors of 16 bytes,
 // where `move.stream`, and atomics reach all peers.
@@ -20,10 +22,11 @@ cudaError_t ReduceSum(const Meeting& meeting, const Move& move, cudaStream_t str
 // Leaves: out [rows, heads, row_elements / heads], lse [rows, heads] float32.
 cudaError_t ReduceLse(const Meeting& meeting, const Move& move, cudaStream_t stream);
 
-// Holds `stream` until the kernel of `meeting` has its SMs, but no longer than `most_ns`. What is
-// enqueued behind it can then not take them.
-cudaError_t AwaitStart(const Meeting& meeting, int32_t num_blocks, int64_t most_ns,
-                       cudaStream_t stream);
+// Holds `stream` until the kernels of `meeting` have their SMs, but no longer than `most_ns`. What
+// is enqueued behind it can then not take them. `apart_blocks` copy own rows or did in earlier
+// calls.
+cudaError_t AwaitStart(const Meeting& meeting, int32_t num_blocks, uint64_t apart_blocks,
+                       int64_t most_ns, cudaStream_t stream);
 
 // Whether rows can go through shared memory on the current device: whether its kernels were
 // compiled with bulk copies, and it has room for their rings.

@@ -1,5 +1,6 @@
-// Rows of a cast that stay on their rank, copied by as many SMs as are free. The kernel that moves
-// the others has few, whose reads of their own memory would take the longer the fewer they are.
+// Rows of a cast that stay on their rank, copied by a quarter of the SMs: with that many in flight
+// memory is as busy as with all, and computation beside it has the others. The kernel that moves
+// the other rows has few, whose reads of their own memory would take the longer the fewer they are.
 
 #include <cuda_runtime.h>
 
@@ -11,10 +12,10 @@
 namespace magi_jax::comm {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 1024;
 constexpr int kUnroll = 4;  // vectors in flight per thread
 constexpr int kUnitBytes = kThreads * kUnroll * 16;
-constexpr int64_t kMostBlocks = 264;  // two for each SM of the largest GPUs
+constexpr int64_t kMostBlocks = 32;  // one SM each
 
 // Copies `count` vectors, a unit of them per block and turn. `units` is where the turns stand.
 template <class Vector>
@@ -60,6 +61,7 @@ __device__ void CopyRun(const Leaf& leaf, int32_t src_row, int32_t dst_row, int3
 
 __global__ void __launch_bounds__(kThreads)
     CopyOwnKernel(const __grid_constant__ Meeting meeting, const __grid_constant__ Move move) {
+  if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long*>(meeting.apart), 1ull);
   // The results of a call that failed are overwritten, and stay so.
   if (IsBroken(meeting)) return;
   const int lane = threadIdx.x % kWarpSize;
@@ -83,11 +85,15 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t CopyOwnRows(const Meeting& meeting, const Move& move, cudaStream_t stream) {
+int32_t OwnRowBlocks(const Move& move) {
+  if (move.own_rows == 0) return 0;
   int64_t bytes = 0;
   for (int i = 0; i < move.num_leaves; ++i) bytes += move.own_rows * move.leaves[i].row_bytes;
-  const int64_t blocks = std::clamp<int64_t>(bytes / kUnitBytes, 1, kMostBlocks);
-  CopyOwnKernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(meeting, move);
+  return static_cast<int32_t>(std::clamp<int64_t>(bytes / kUnitBytes, 1, kMostBlocks));
+}
+
+cudaError_t CopyOwnRows(const Meeting& meeting, const Move& move, cudaStream_t stream) {
+  CopyOwnKernel<<<OwnRowBlocks(move), kThreads, 0, stream>>>(meeting, move);
   return cudaGetLastError();
 }
 

@@ -55,6 +55,7 @@ struct Meeting {
   const uint64_t* bases;   // [cp] added to the addresses that peer p tells
   uint32_t* broken;        // not 0 after a failure: later calls do nothing but poison results
   uint64_t* arrived;       // blocks that reached a barrier, over all calls
+  uint64_t* apart;         // blocks that began to copy own rows apart, over all calls
   FailureRecord* record;   // in host memory
   PieceTable send, recv;   // of this rank
   const int32_t* caller;   // the caller's place on its mesh axis, which must be `rank`

@@ -15,13 +15,14 @@ int64_t Align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kA
 
 // Byte offsets of the parts of a member's memory.
 struct Layout {
-  int64_t outbox, bases, broken, arrived, staging;
+  int64_t outbox, bases, broken, arrived, apart, staging;
 
   explicit Layout(int64_t cp_size)
       : outbox(Align(cp_size * static_cast<int64_t>(sizeof(Mailbox)))),
         bases(outbox + Align(cp_size * 8)),
         broken(bases + Align(cp_size * 8)),
         arrived(broken + 8),
+        apart(broken + 16),
         staging(broken + kAlignment) {}
 };
 
@@ -225,6 +226,7 @@ cudaError_t Member::Begin(cudaStream_t stream, Kind kind, uint64_t signature, Me
   meeting->bases = At<uint64_t>(memory_, layout.bases);
   meeting->broken = At<uint32_t>(memory_, layout.broken);
   meeting->arrived = At<uint64_t>(memory_, layout.arrived);
+  meeting->apart = At<uint64_t>(memory_, layout.apart);
   meeting->record = record_;
   meeting->call = ++call_;
   meeting->signature = signature;
@@ -234,7 +236,10 @@ cudaError_t Member::Begin(cudaStream_t stream, Kind kind, uint64_t signature, Me
   return cudaSuccess;
 }
 
-cudaError_t Member::BeginApart() { return cudaStreamWaitEvent(apart_, fork_, 0); }
+cudaError_t Member::BeginApart(int32_t blocks) {
+  apart_blocks_ += blocks;
+  return cudaStreamWaitEvent(apart_, fork_, 0);
+}
 
 cudaError_t Member::EndApart() {
   if (cudaError_t error = cudaEventRecord(join_, apart_)) return error;

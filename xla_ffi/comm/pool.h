@@ -66,10 +66,12 @@ class Member {
   // gets next. Begin, then enqueue on side(), then End; `buffers` are those that Finish will show.
   cudaError_t Begin(cudaStream_t stream, Kind kind, uint64_t signature, Meeting* meeting);
   cudaError_t End(std::vector<const void*> buffers);
-  // A second stream of a call, which begins where side() began: BeginApart before anything is
-  // enqueued there, EndApart before End, which waits for it.
-  cudaError_t BeginApart();
+  // A second stream of a call, which begins where side() began: BeginApart before a kernel of
+  // `blocks` is enqueued there, EndApart before End, which waits for it.
+  cudaError_t BeginApart(int32_t blocks);
   cudaError_t EndApart();
+  // Blocks of all those kernels.
+  uint64_t apart_blocks() const { return apart_blocks_; }
   cudaStream_t apart() const { return apart_; }
   cudaStream_t side() const { return side_; }
   // Whether calls before the latest are waited for by no stream yet.
@@ -104,7 +106,7 @@ class Member {
   };
   static constexpr int kMostInFlight = 8;
   InFlight in_flight_[kMostInFlight];  // of call n at n % kMostInFlight
-  uint64_t call_ = 0;
+  uint64_t call_ = 0, apart_blocks_ = 0;
   bool streams_rows_ = false;
   bool reaches_atomically_ = true;  // all peers
   std::string unusable_;

@@ -114,26 +114,38 @@ __device__ Run RunOf(const Piece& piece, const Meeting& meeting, const Move& mov
   return run;
 }
 
-// Pushes the rows of one array. Warps of the grid take units in turns; each looks at 32 pieces at a
-// time for those that have units for it.
+// Looks at a table 32 pieces at a time, all lanes of a warp together: calls `body(piece)`, peer -1
+// past the end. The next pieces are on their way meanwhile, since every warp looks at all of them.
+template <class Body>
+__device__ void ForEachBatch(const PieceTable& table, Body body) {
+  const int lane = threadIdx.x % kWarpSize;
+  const auto at = [&](int i) { return i < table.num_pieces ? table.pieces[i] : Piece{-1}; };
+  Piece next = at(lane);
+  for (int base = 0; base < table.num_pieces; base += kWarpSize) {
+    const Piece piece = next;
+    next = at(base + kWarpSize + lane);
+    body(piece);
+  }
+}
+
+// Pushes the rows of one array. Warps of the grid take units in turns; each looks for those of all
+// pieces that are its own.
 __device__ void PushLeaf(const Meeting& meeting, const Move& move, const Leaf& leaf,
                          const Sources& targets, PushRing& ring) {
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t warps = gridDim.x * kWarps;
+  const uint32_t warps = gridDim.x * kWarps;
   // Neighbouring units go to different blocks.
-  const int64_t warp = blockIdx.x + int64_t{gridDim.x} * (threadIdx.x / kWarpSize);
-  int64_t before = 0;  // units of the pieces before these, modulo the warps
-  for (int base = 0; base < meeting.send.num_pieces; base += kWarpSize) {
-    const bool listed = base + lane < meeting.send.num_pieces;
-    const Piece piece = listed ? meeting.send.pieces[base + lane] : Piece{-1};
+  const uint32_t warp = blockIdx.x + gridDim.x * (threadIdx.x / kWarpSize);
+  uint32_t before = 0;  // units of the pieces before these, modulo the warps
+  ForEachBatch(meeting.send, [&](const Piece& piece) {
     Run run = RunOf(piece, meeting, move, leaf.row_bytes);
-    const int64_t units = (run.bytes + kUnitBytes - 1) / kUnitBytes;
-    int64_t upto = units;
+    const auto units = static_cast<uint32_t>((run.bytes + kUnitBytes - 1) / kUnitBytes);
+    uint32_t upto = units;
     for (int step = 1; step < kWarpSize; step *= 2) {
-      const int64_t other = __shfl_up_sync(~0u, upto, step);
+      const uint32_t other = __shfl_up_sync(~0u, upto, step);
       if (lane >= step) upto += other;
     }
-    const int64_t first = (before + upto - units) % warps;
+    const uint32_t first = (before + upto - units) % warps;
     run.unit = (warp + warps - first) % warps;
     before = (before + __shfl_sync(~0u, upto, kWarpSize - 1)) % warps;
     for (unsigned left; (left = __ballot_sync(~0u, run.HasUnit())) != 0;) {
@@ -149,7 +161,7 @@ __device__ void PushLeaf(const Meeting& meeting, const Move& move, const Leaf& l
       ring.Push(to, from, rest < kUnitBytes ? rest : kUnitBytes);
       if (lane == one) run.unit += warps;
     }
-  }
+  });
 }
 
 __device__ void PushLeaves(const Meeting& meeting, const Move& move, Sources& targets,
@@ -164,32 +176,40 @@ __device__ void PushLeaves(const Meeting& meeting, const Move& move, Sources& ta
   __threadfence_system();
 }
 
-// Writes zeros to this rank's rows before each piece that it receives, and after the last, that
-// belong to none: pieces are sorted.
-__device__ void FillGaps(const Meeting& meeting, const Move& move) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int64_t rows = meeting.extents.dst_rows;
-  const int32_t pieces = meeting.recv.num_pieces;
-  const auto edge = [&](int32_t piece, bool is_end) -> int64_t {
-    if (piece < 0) return 0;
-    if (piece >= pieces) return rows;
-    const Piece& at = meeting.recv.pieces[piece];
-    return Max(0, Min(int64_t{at.dst_row} + (is_end ? at.n_rows : 0), rows));
-  };
-  for (int base = 0; base <= pieces; base += kWarpSize) {
-    const int piece = base + lane;
-    const int64_t begin = piece <= pieces ? edge(piece - 1, true) : rows;
-    const int64_t end = piece <= pieces ? edge(piece, false) : rows;
-    for (unsigned left = __ballot_sync(~0u, begin < end); left != 0; left &= left - 1) {
-      const int one = __ffs(static_cast<int>(left)) - 1;
-      const int64_t first = __shfl_sync(~0u, begin, one), last = __shfl_sync(~0u, end, one);
-      for (int i = 0; i < move.num_leaves; ++i) {
-        const int64_t vectors = move.leaves[i].row_bytes / 16;
-        auto* result = static_cast<uint4*>(move.leaves[i].result) + first * vectors;
-        Set(result, (last - first) * vectors, uint4{});
-      }
+// Writes zeros to rows [begin, end) of this rank's results, with all threads of the grid but those
+// of block 0, which meets the peers meanwhile.
+__device__ void WriteZeros(const Move& move, int64_t begin, int64_t end) {
+  const int64_t threads = int64_t{gridDim.x - 1} * kThreads;
+  for (int i = 0; i < move.num_leaves; ++i) {
+    const int64_t vectors = move.leaves[i].row_bytes / 16;
+    auto* result = static_cast<uint4*>(move.leaves[i].result);
+    for (int64_t at = begin * vectors + int64_t{blockIdx.x - 1} * kThreads + threadIdx.x;
+         at < end * vectors; at += threads) {
+      result[at] = uint4{};
     }
   }
+}
+
+// Writes zeros to the rows before each piece that this rank receives, and after the last, that
+// belong to none: pieces are sorted.
+__device__ void FillGaps(const Meeting& meeting, const Move& move) {
+  if (blockIdx.x == 0) return;
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t rows = meeting.extents.dst_rows;
+  int64_t upto = 0;  // where the pieces before these end
+  ForEachBatch(meeting.recv, [&](const Piece& piece) {
+    const bool listed = piece.peer >= 0;
+    const int64_t begin = listed ? Max(0, Min(piece.dst_row, rows)) : rows;
+    const int64_t end = listed ? Max(0, Min(int64_t{piece.dst_row} + piece.n_rows, rows)) : rows;
+    int64_t before = __shfl_up_sync(~0u, end, 1);
+    if (lane == 0) before = upto;
+    upto = __shfl_sync(~0u, end, kWarpSize - 1);
+    for (unsigned left = __ballot_sync(~0u, before < begin); left != 0; left &= left - 1) {
+      const int one = __ffs(static_cast<int>(left)) - 1;
+      WriteZeros(move, __shfl_sync(~0u, before, one), __shfl_sync(~0u, begin, one));
+    }
+  });
+  WriteZeros(move, upto, rows);
 }
 
 union PushShared {

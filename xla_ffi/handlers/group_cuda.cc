@@ -126,7 +126,7 @@ ffi::Error Enqueue(comm::Member& member, GroupCall& call, int64_t operand_rows, 
   MAGI_JAX_RETURN_IF_ERROR(PlaceOperands(member, call, operand_rows, member.side(), &call.meeting));
   MAGI_JAX_RETURN_IF_CUDA_ERROR(Launch(call, member.side()));
   if (call.move.own_rows > 0) {
-    MAGI_JAX_RETURN_IF_CUDA_ERROR(member.BeginApart());
+    MAGI_JAX_RETURN_IF_CUDA_ERROR(member.BeginApart(comm::OwnRowBlocks(call.move)));
     MAGI_JAX_RETURN_IF_CUDA_ERROR(comm::CopyOwnRows(call.meeting, call.move, member.apart()));
     MAGI_JAX_RETURN_IF_CUDA_ERROR(member.EndApart());
   }
@@ -134,8 +134,9 @@ ffi::Error Enqueue(comm::Member& member, GroupCall& call, int64_t operand_rows, 
   for (int i = 0; i < call.move.num_leaves; ++i) buffers.push_back(call.move.leaves[i].result);
   MAGI_JAX_RETURN_IF_CUDA_ERROR(member.End(std::move(buffers)));
   if (!beside) return ffi::Error::Success();
-  MAGI_JAX_RETURN_IF_CUDA_ERROR(comm::AwaitStart(
-      call.meeting, call.move.num_blocks, MostAwaitedNs(member, call, operand_rows), stream));
+  MAGI_JAX_RETURN_IF_CUDA_ERROR(
+      comm::AwaitStart(call.meeting, call.move.num_blocks, member.apart_blocks(),
+                       MostAwaitedNs(member, call, operand_rows), stream));
   return ffi::Error::Success();
 }
 
