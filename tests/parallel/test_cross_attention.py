@@ -120,6 +120,22 @@ def test_explicit_axes_with_replicated_keys(rng):
         jax.jit(lambda q: dist_attention(q, q, q, plan))(q)
 
 
+def test_gradients_of_replicated_keys_are_rounded_once():
+    """Three ranks give 257, which is 256 in bfloat16, and one 260: together 1031, which is 1032."""
+    plan = make_plan(masks.full(8), 4, PlanConfig(chunk_size=2))
+    plan = plan.with_mask(masks.full(8, 1), keys="replicated")
+    dout = jnp.asarray([256, 1, 256, 1, 256, 1, 256, 4], jnp.bfloat16).reshape(8, 1, 1)
+    zeros = jnp.zeros((8, 1, 8), jnp.bfloat16)
+
+    def loss(v):
+        out = dist_attention(zeros, zeros[:1], v, plan, mesh=make_mesh(cp=4))
+        return jnp.sum(out.astype(jnp.float32) * dout)
+
+    np.testing.assert_array_equal(plan.positions.ravel(), np.arange(8))
+    dv = jax.jit(jax.grad(loss))(jnp.ones((1, 1, 1), jnp.bfloat16))
+    assert dv.item() == 1032
+
+
 def test_few_queries_travel_to_many_keys(rng):
     """By themselves, where that is cheaper than to bring all keys to all ranks."""
     latents = make_plan(masks.full(32), 4, PlanConfig(chunk_size=8))
