@@ -145,10 +145,18 @@ def pack(
             come one after the other; None keeps the order in which documents came.
 
     Raises:
-        ValueError: a document is no row of integers; or ``seq_len`` or ``window`` is no positive number.
+        ValueError: ``seq_len`` or ``window`` is no positive number, or the method is unknown; and when it is
+            read, a document that is no row of integers.
     """
     if seq_len < 1 or window < 1:
         raise ValueError(f"seq_len and window must be at least 1, got {seq_len=} {window=}")
+    assign((), seq_len, method=method)
+    return _pack(documents, seq_len, method, window, seed)
+
+
+def _pack(
+    documents: Iterable[np.ndarray], seq_len: int, method: str, window: int, seed: int | None
+) -> Iterator[Packed]:
     pieces = itertools.chain.from_iterable(
         np.split(ids, range(seq_len, len(ids), seq_len)) for ids in map(_token_ids, documents)
     )
@@ -172,9 +180,16 @@ def pack(
 
 
 def batch(sequences: Iterable[Packed], size: int) -> Iterator[Packed]:
-    """Stacks ``size`` sequences at a time, ``[size, L]``; a last, smaller rest is dropped."""
+    """Stacks ``size`` sequences at a time, ``[size, L]``; a last, smaller rest is dropped.
+
+    Raises:
+        ValueError: ``size`` is less than 1.
+    """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
-    sequences = iter(sequences)
+    return _batch(iter(sequences), size)
+
+
+def _batch(sequences: Iterator[Packed], size: int) -> Iterator[Packed]:
     while len(group := list(itertools.islice(sequences, size))) == size:
         yield Packed(*(np.stack(field) for field in zip(*group, strict=True)))

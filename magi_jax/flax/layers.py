@@ -29,6 +29,9 @@ def rotate(x: jax.Array, positions: jax.Array, *, theta: float = 10_000.0) -> ja
 
     Returns:
         ``[*B, T, N, H]`` in the dtype of ``x``; angles are float32.
+
+    Raises:
+        ValueError: H is odd, or ``positions`` has another shape than ``x`` without heads.
     """
     half = x.shape[-1] // 2
     if x.shape[-1] % 2 or positions.shape != x.shape[:-2]:

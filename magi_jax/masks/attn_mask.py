@@ -231,8 +231,14 @@ def require_mask(mask: object) -> None:
 
 
 def concatenate(masks: Sequence[AttnMask]) -> AttnMask:
-    """Puts masks one after the other; tokens of different masks do not see each other."""
+    """Puts masks one after the other; tokens of different masks do not see each other.
+
+    Raises:
+        TypeError: one of them is no mask.
+    """
     masks = list(masks)
+    for mask in masks:
+        require_mask(mask)
     q_offset = np.cumsum([0, *(mask.q_len for mask in masks)])
     k_offset = np.cumsum([0, *(mask.k_len for mask in masks)])
     rows = [

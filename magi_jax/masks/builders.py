@@ -46,6 +46,9 @@ def local(
         global_prefix: the first so many keys are seen by every query for which they are not in the
             future (with ``causal``), or by every query (without); also known as attention sinks.
         offset: position of query 0 on the axis of keys.
+
+    Raises:
+        ValueError: a reach of the window or the prefix is negative.
     """
     left, right = checks.window(window, causal)
     offset, prefix = checks.integer("offset", offset), checks.length("global_prefix", global_prefix)
@@ -59,13 +62,21 @@ def local(
 
 
 def global_rows(q_len: int, k_len: int | None = None, *, rows: tuple[int, int]) -> AttnMask:
-    """Queries ``rows = (start, end)`` see every key, all others none; for use with ``|``."""
+    """Queries ``rows = (start, end)`` see every key, all others none; for use with ``|``.
+
+    Raises:
+        ValueError: ``rows`` leaves ``[0, q_len]``.
+    """
     k_len = q_len if k_len is None else k_len
     return AttnMask.from_slices([rows], [(0, k_len)], 0, q_len, k_len)
 
 
 def global_columns(q_len: int, k_len: int | None = None, *, columns: tuple[int, int]) -> AttnMask:
-    """Every query sees keys ``columns = (start, end)`` and no others; for use with ``|``."""
+    """Every query sees keys ``columns = (start, end)`` and no others; for use with ``|``.
+
+    Raises:
+        ValueError: ``columns`` leaves ``[0, k_len]``.
+    """
     return AttnMask.from_slices([(0, q_len)], [columns], 0, q_len, k_len)
 
 

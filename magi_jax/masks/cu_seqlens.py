@@ -33,7 +33,18 @@ def from_cu_seqlens(
     window: tuple[int | None, int | None] | None = None,
     bottom_right: bool = False,
 ) -> AttnMask:
-    """`varlen` of cumulative lengths ``[D + 1]``, from 0 to the sequence length."""
+    """`varlen` of cumulative lengths, as flash-attention's varlen functions take them.
+
+    Args:
+        cu_seqlens: where the queries of each document begin, and their number, ``[D + 1]``.
+        cu_seqlens_k: the same for keys; ``cu_seqlens`` if not given.
+        causal: as in `varlen`, top-left unless ``bottom_right``.
+        window: as in `varlen`.
+        bottom_right: as in `varlen`; flash-attention aligns so.
+
+    Raises:
+        ValueError: cumulative lengths do not begin with 0, or fall; or as `varlen`.
+    """
     lengths = _lengths_of("cu_seqlens", cu_seqlens)
     k_lengths = None if cu_seqlens_k is None else _lengths_of("cu_seqlens_k", cu_seqlens_k)
     return varlen(

@@ -23,6 +23,9 @@ def from_dense(dense: Any) -> AttnMask:
 
     Runs of visible keys are followed downwards for as long as they form one band slice. Costs
     O(T * S) vectorised steps and one short step per run of visible keys in a query.
+
+    Raises:
+        ValueError: ``dense`` is no boolean array with two axes.
     """
     dense = np.asarray(dense)
     if dense.ndim != 2 or dense.dtype != bool:

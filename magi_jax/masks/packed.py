@@ -32,6 +32,11 @@ def varlen(
     Returns:
         A mask of ``sum(lengths)`` queries and ``sum(k_lengths)`` keys with at most one slice per
         document.
+
+    Raises:
+        TypeError: lengths are traced, or values that only a device holds.
+        ValueError: lengths are no integers, negative, or of another number than ``k_lengths``, or the window
+            is no pair of reaches.
     """
     lengths = checks.lengths("lengths", lengths)
     k_lengths = lengths if k_lengths is None else checks.lengths("k_lengths", k_lengths)
@@ -64,6 +69,10 @@ def block_causal(
             unbounded. Frames are causal, whatever ``right`` is.
         global_prefix: the first so many frames of a document are seen by all of its later frames, however
             far they are.
+
+    Raises:
+        ValueError: lengths are no integers or negative, ``frames_per_document`` does not sum to F, or the
+            window or prefix is negative.
     """
     frames = checks.lengths("frame_lengths", frame_lengths)
     if frames_per_document is None:
@@ -106,6 +115,9 @@ def uniform_block_causal(
         block: tokens of a frame, one number or one per document ``[D]``.
         window: as in `block_causal`, in frames.
         global_prefix: as in `block_causal`, in frames.
+
+    Raises:
+        ValueError: ``block`` is not positive or of another number than the documents; or as `block_causal`.
     """
     counts, frames = cut_evenly("block", lengths, block)
     return block_causal(
@@ -121,6 +133,9 @@ def chunked_causal(lengths: Any, chunk: Any) -> AttnMask:
     Args:
         lengths: tokens of each document ``[D]``.
         chunk: tokens of a chunk, one number or one per document ``[D]``.
+
+    Raises:
+        ValueError: ``chunk`` is not positive or of another number than the documents.
     """
     return varlen(cut_evenly("chunk", lengths, chunk)[1], causal=True)
 
@@ -131,6 +146,9 @@ def prefix_lm(lengths: Any, prefix_lengths: Any) -> AttnMask:
     Args:
         lengths: tokens of each document ``[D]``, prefix included.
         prefix_lengths: tokens of each prefix ``[D]``, at most those of its document.
+
+    Raises:
+        ValueError: a prefix is longer than its document, or they are not equally many.
     """
     lengths = checks.lengths("lengths", lengths)
     prefixes = checks.lengths("prefix_lengths", prefix_lengths)
@@ -165,6 +183,9 @@ def shared_question(
         question_lengths: tokens of each question ``[D]``.
         answer_lengths: for each document the tokens of its answers, D sequences.
         causal: tokens see no later token of their question or answer.
+
+    Raises:
+        ValueError: questions and groups of answers are not equally many, or a length is negative.
     """
     questions = checks.lengths("question_lengths", question_lengths)
     if len(answer_lengths) != len(questions):

@@ -55,12 +55,14 @@ def test_documents_are_rows_of_integers(document):
         list(pack([[1, 2], document], 8))
 
 
-def test_sizes_of_nothing_are_refused():
+def test_wrong_arguments_are_refused_before_anything_is_read():
     for sizes in ({"seq_len": 0}, {"seq_len": 8, "window": 0}):
         with pytest.raises(ValueError, match="must be at least 1, got"):
-            next(pack([[1, 2]], **sizes))
+            pack([[1, 2]], **sizes)
     with pytest.raises(ValueError, match="size must be at least 1, got 0"):
-        next(batch(pack([[1, 2]], 8), 0))
+        batch(pack([[1, 2]], 8), 0)
+    with pytest.raises(ValueError, match="'worst_fit'"):
+        pack([[1, 2]], 8, method="worst_fit")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -130,3 +130,5 @@ def test_masks_are_combined_with_masks_alone(other):
         for pair in ((mask, other), (other, mask)):
             with pytest.raises(TypeError, match=f"must be an AttnMask, got {type(other).__name__}"):
                 combine(*pair)
+    with pytest.raises(TypeError, match=f"must be an AttnMask, got {type(other).__name__}"):
+        masks.concatenate([mask, other])
