@@ -225,7 +225,7 @@ class PlanSpec(Sizes):
         num_chunks = -(-self.seq_len // self.chunk_size)
         chunks = -(-num_chunks // self.cp_size)  # of a rank, at most
 
-        def moved(spec: CommSpec) -> CommSpec:
+        def moved(spec: CommSpec, factor: float = factor) -> CommSpec:
             # Whether tokens stay where they are differs most of all, from none to all of a rank's.
             self_rows = max(spec.self_rows, spec.src_rows)
             # A chunk meets at most two ranks of the contiguous layout, and three chunks when rolled.
@@ -279,7 +279,8 @@ class PlanSpec(Sizes):
             backward=None if self.backward is None else staged(self.backward),
             travel=None if self.travel is None else travelled(self.travel),
             transfer=moved(self.transfer),
-            rolls=tuple(map(moved, self.rolls)),
+            # A roll moves few rows of each piece: their number goes with that of the entries.
+            rolls=tuple(moved(spec, entries) for spec in self.rolls),
         )
 
 

@@ -203,3 +203,22 @@ def test_tables_get_more_room_than_buffers():
         assert comm.pair_rows <= wider.pair_rows <= bucket(int(1.25 * comm.pair_rows) + 1)
     assert wide.transfer.self_rows == plan.spec.transfer.src_rows
     assert plan.spec.scaled(1.0).calc == plan.spec.calc
+
+
+def test_a_union_serves_masks_that_take_other_ways():
+    """Late queries in both directions, forward alone, or stages: each mask fits as it was planned."""
+    ways = set()
+    mask_of = {n: varlen_causal([n] * (32_768 // n)) for n in (600, 3_000, 16_000)}
+    plans = {n: make_plan(mask, 8, PlanConfig(seq_len=32_768)) for n, mask in mask_of.items()}
+    for plan in plans.values():
+        ways.add((plan.late is not None, plan.backward_stages.late is not None))
+    assert ways == {(True, True), (True, False), (False, False)}
+    for some in itertools.combinations(mask_of, 2):
+        union = plans[some[0]].spec.union(plans[some[1]].spec)
+        for n in some:
+            assert make_plan(mask_of[n], 8, spec=union).spec == union
+
+
+def test_rolls_get_room_for_more_pieces():
+    spec = make_plan(varlen_causal([700, 900, 400, 48]), 4, PlanConfig(chunk_size=64)).spec
+    assert spec.scaled(1.5).rolls[0].pair_rows >= min(2 * spec.rolls[0].pair_rows, spec.local_len)

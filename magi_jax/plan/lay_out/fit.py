@@ -1,5 +1,7 @@
 """Lays work out in the sizes of a spec: what is predicted faster, or what fits."""
 
+from collections.abc import Callable
+
 from magi_jax.plan.frame import Frame
 from magi_jax.plan.lay_out.stages import lay_out_both_late, lay_out_late, lay_out_stages
 from magi_jax.plan.lay_out.ways import AUTO, Overlap, late_work, settled_counts
@@ -14,36 +16,51 @@ from magi_jax.solver.work.find_work import Work
 def lay_out_in(
     work: Work, frame: Frame, overlap: Overlap, spec: PlanSpec, machine: Machine
 ) -> tuple[StageTables, StageTables | None]:
-    """Both directions in given sizes: with late queries or in stages, what is predicted faster and fits."""
+    """Both directions in given sizes: of the ways that fit, what is predicted to be the fastest."""
     counts = settled_counts(overlap, work)
     late = None
     if overlap == AUTO and spec.late is not None:
         late = late_work(work, frame, 1.0)
     if late is None:
         return _stages_in(work, frame, counts, spec, machine)
-    if not spec.comm:
-        return _late_in(late, work, frame, counts, spec, machine)
-    ways = [
-        lambda: _late_in(late, work, frame, counts, spec, machine),
-        lambda: _stages_in(work, frame, counts, spec, machine),
-    ]
-    staged_us = choose_stages(work, frame.local_len, machine, counts).predicted_us
-    if sum(predict_us(late, machine)) > staged_us:
-        ways.reverse()
-    try:
-        return ways[0]()
-    except ValueError:
-        return ways[1]()
+    first_problem = None
+    for way in _ways(late, work, frame, counts, spec, machine):
+        try:
+            return way()
+        except ValueError as problem:
+            first_problem = first_problem or problem
+    assert first_problem is not None, "a spec has stages or late queries"
+    raise first_problem
 
 
-def _late_in(
+def _ways(
     late: LateWork, work: Work, frame: Frame, counts: Counts, spec: PlanSpec, machine: Machine
-) -> tuple[StageTables, StageTables | None]:
-    """With late queries, in the backward pass too unless the spec has stages alone there."""
-    if spec.backward is None or spec.backward.late is not None:
-        return lay_out_both_late(late, work, frame, spec)
-    forward = lay_out_late(late, work, frame, spec.forward_stages)
-    return forward, _fit_stages(work, frame, counts[1], spec.backward, "spec.backward", machine)
+) -> list[Callable[[], tuple[StageTables, StageTables | None]]]:
+    """Ways for which the spec has tables, the fastest first."""
+    backward = spec.backward
+
+    def late_forward() -> tuple[StageTables, StageTables | None]:
+        assert backward is not None
+        forward = lay_out_late(late, work, frame, spec.forward_stages)
+        return forward, _fit_stages(work, frame, counts[1], backward, "spec.backward", machine)
+
+    # By whether the forward pass has late queries, and the backward pass.
+    ways: dict[tuple[bool, bool], Callable] = {}
+    if backward is None or backward.late is not None:
+        ways[True, True] = lambda: lay_out_both_late(late, work, frame, spec)
+    if backward is not None and (backward.comm or backward.late is None):
+        ways[True, False] = late_forward
+    if spec.comm:
+        ways[False, False] = lambda: _stages_in(work, frame, counts, spec, machine)
+    if len(ways) == 1:
+        return list(ways.values())
+    late_us = predict_us(late, machine)
+    staged_us = choose_stages(work, frame.local_len, machine, counts).each_us
+
+    def predicted_us(way: tuple[bool, bool]) -> float:
+        return sum(late_us[i] if is_late else staged_us[i] for i, is_late in enumerate(way))
+
+    return [ways[way] for way in sorted(ways, key=predicted_us)]
 
 
 def _stages_in(
