@@ -38,6 +38,7 @@ from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.cost.model import CostModel
 from magi_jax.solver.engine import check_engine
 from magi_jax.solver.work.find_work import Keys
+from magi_jax.solver.work.join import join_diagonals
 
 
 @functools.partial(
@@ -212,9 +213,10 @@ class AttentionPlan:
                 raise ValueError(f"every rank has all keys; nobody need travel, got {travelling=}")
             travelling = "never"
         keys_len = self.spec.seq_len if keys is None or isinstance(keys, str) else keys.spec.seq_len
-        ranges = travelling_ranges(travelling, mask.slices, frame, machine, spec, keys_len)
+        slices = join_diagonals(mask.slices, engine)
+        ranges = travelling_ranges(travelling, slices, frame, machine, spec, keys_len)
         work = settle_work(
-            mask.slices, ranges, layout, home, machine, engine, may_stay=travelling == "auto"
+            slices, ranges, layout, home, machine, engine, may_stay=travelling == "auto"
         )
         tables = lay_out_work(work, frame, overlap, spec, machine)
         planning_ms = (time.perf_counter() - started) * 1e3

@@ -16,6 +16,7 @@ from magi_jax.solver import dispatch
 from magi_jax.solver.dispatch.strategies import STRATEGIES
 from magi_jax.solver.overlap.travelling import Ranges, split_slices
 from magi_jax.solver.work.find_work import Keys
+from magi_jax.solver.work.join import join_diagonals
 
 # What `chunk_size=None` aims for: enough chunks to balance with, each long enough to move well.
 CHUNKS_PER_RANK = 8
@@ -54,11 +55,12 @@ def make_plan(
         _require("spec", spec, PlanSpec)
     frame = _make_frame(mask, cp_size, config, spec)
     machine = machine_of(config.machine, frame.cp_size, spec)
-    ranges = travelling_ranges(config.travelling, mask.slices, frame, machine, spec)
-    problem = _problem(mask.slices, ranges, frame, config)
+    slices = join_diagonals(mask.slices, config.engine)
+    ranges = travelling_ranges(config.travelling, slices, frame, machine, spec)
+    problem = _problem(slices, ranges, frame, config)
     layout = dispatch.make_layout(STRATEGIES[config.dispatch](problem), frame.cp_size)
     work = settle_work(
-        mask.slices, ranges, layout, Keys(layout, frame.local_len), machine, config.engine,
+        slices, ranges, layout, Keys(layout, frame.local_len), machine, config.engine,
         may_stay=config.travelling == "auto",
     )  # fmt: skip
     dispatched, rolls = lay_out_dispatch(layout, frame, spec, config.engine)

@@ -12,7 +12,8 @@ from magi_jax.solver import dispatch
 from magi_jax.solver.dispatch import DispatchProblem
 from magi_jax.solver.dispatch import runs as dealing
 from magi_jax.solver.dispatch.balanced import balanced
-from magi_jax.solver.dispatch.runs import ALL_ORDERS, document_edges
+from magi_jax.solver.dispatch.documents import document_edges
+from magi_jax.solver.dispatch.runs import ALL_ORDERS
 from magi_jax.solver.overlap.travelling import Ranges, split_slices
 from magi_jax.testing.cases import mask_cases
 
@@ -162,9 +163,11 @@ def test_one_document_is_dealt_to_the_row(mask, effort):
     assert np.array_equal(balanced(problem_of(mask, 8)).owner, twin.owner)
 
 
-def test_a_document_whose_parts_differ_is_not_dealt_alone():
+def test_one_document_of_like_parts_is_dealt_in_neighbouring_rows():
     window = masks.local(1003, window=(100, 0))
-    assert runs(problem_of(window, 4)) == []
+    (placed,) = runs(problem_of(window, 4))
+    assert placed.owner.tolist() == [0, 1, 2, 3]
+    assert placed.edges.tolist() == [1003 * i // 4 for i in range(5)]
     sink = window | masks.global_rows(1003, rows=(1000, 1003))
     assert runs(problem_of(sink, 4)) == []
 

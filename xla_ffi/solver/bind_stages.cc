@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <numeric>
 #include <optional>
 #include <tuple>
@@ -55,26 +56,53 @@ class StageCutter {
   py::tuple Cut(int64_t num_stages, bool turned, bool two_level, const std::vector<bool>& near) {
     LinkRows rows(num_stages, layout_.num_ranks);
     const std::vector<RemoteRange> far = Split(num_stages, turned, two_level, near, &rows);
-    const std::vector<GroupedSlice> pieces = CutStages(cut_, far, own_, num_stages);
-    const auto num_pieces = static_cast<int64_t>(pieces.size());
+    const std::vector<GroupedSlice>& home = Home().home;
+    const std::vector<GroupedSlice> beyond = CutStages(Home(), far, layout_.num_ranks, num_stages);
+    const auto num_pieces = static_cast<int64_t>(home.size() + beyond.size());
     Ints slices({num_pieces, int64_t{6}}), group(num_pieces);
     auto* to = reinterpret_cast<BandSlice*>(slices.mutable_data());
-    for (int64_t i = 0; i < num_pieces; ++i) {
-      to[i] = pieces[i].slice;
-      group.mutable_data()[i] = pieces[i].group;
-    }
+    int64_t* group_to = group.mutable_data();
+    const auto write = [&](const std::vector<GroupedSlice>& pieces, int64_t first_group) {
+      for (const GroupedSlice& piece : pieces) {
+        *to++ = piece.slice;
+        *group_to++ = first_group + piece.group;
+      }
+    };
+    write(home, 0);
+    write(beyond, layout_.num_ranks);
     return py::make_tuple(Table(far), slices, group);
   }
 
-  // Predicted times (forward, backward) of stages, in microseconds.
+  // Kernel times of stage 0, [R] in each direction, in microseconds.
   //
   // local: further slices [A, 6] of stage 0 and their ranks [A].
   // rates: for each direction (log_keys [P], tflops [P], us_per_cell, cast_bytes, reduce_bytes,
   //   link_gbps, node_link_gbps, latency_us, launch_us, merge_us_per_row).
+  std::pair<Doubles, Doubles> HomeTimes(const std::pair<Ints, Ints>& local,
+                                        const std::pair<py::tuple, py::tuple>& rates) {
+    const RatesOf forward(rates.first, false), backward(rates.second, true);
+    KernelTimes times(layout_.num_ranks);
+    for (const GroupedSlice& piece : Home().home)
+      AddKernelTime(piece.slice, piece.group, forward.rates, backward.rates, &times);
+    Require(local.first.size() == 6 * local.second.size(), "slices and ranks do not fit together");
+    const auto* slices = RowsOf<BandSlice>(local.first);
+    for (py::ssize_t i = 0; i < local.second.size(); ++i) {
+      const int64_t rank = local.second.data()[i];
+      Require(rank >= 0 && rank < layout_.num_ranks, "a rank is out of range");
+      AddKernelTime(slices[i], rank, forward.rates, backward.rates, &times);
+    }
+    return {Doubles(layout_.num_ranks, times.forward_us.data()),
+            Doubles(layout_.num_ranks, times.backward_us.data())};
+  }
+
+  // Predicted times (forward, backward) of stages, in microseconds.
+  //
+  // home: what HomeTimes gives.
+  // rates: as there.
   // travel: for each direction (out, kernel, return, merge) [4, R], or None.
   std::pair<double, double> Predict(int64_t num_stages, bool turned, bool two_level,
                                     const std::vector<bool>& near,
-                                    const std::pair<Ints, Ints>& local,
+                                    const std::pair<Doubles, Doubles>& home,
                                     const std::pair<py::tuple, py::tuple>& rates,
                                     const std::optional<std::pair<Doubles, Doubles>>& travel) {
     const int64_t num_ranks = layout_.num_ranks;
@@ -82,26 +110,21 @@ class StageCutter {
     const std::vector<RemoteRange> far = Split(num_stages, turned, two_level, near, &rows);
     const Steps steps = {two_level, near};
     const RatesOf forward(rates.first, false), backward(rates.second, true);
-    const auto num_groups = static_cast<size_t>((num_stages + 1) * num_ranks);
-    KernelTimes times = {std::vector<double>(num_groups, 0.0),
-                         std::vector<double>(num_groups, 0.0)};
-    const std::vector<GroupedSlice> pieces = CutStages(cut_, far, own_, num_stages);
+    KernelTimes times((num_stages + 1) * num_ranks);
+    Require(home.first.size() == num_ranks && home.second.size() == num_ranks,
+            "a time of each rank is needed");
+    std::copy_n(home.first.data(), num_ranks, times.forward_us.begin());
+    std::copy_n(home.second.data(), num_ranks, times.backward_us.begin());
+    const std::vector<GroupedSlice> pieces = CutStages(Home(), far, num_ranks, num_stages);
     for (const GroupedSlice& piece : pieces)
-      AddKernelTime(piece.slice, piece.group, forward.rates, backward.rates, &times);
-    Require(local.first.size() == 6 * local.second.size(), "slices and ranks do not fit together");
-    const auto* slices = RowsOf<BandSlice>(local.first);
-    for (py::ssize_t i = 0; i < local.second.size(); ++i) {
-      const int64_t rank = local.second.data()[i];
-      Require(rank >= 0 && rank < num_ranks, "a rank is out of range");
-      AddKernelTime(slices[i], rank, forward.rates, backward.rates, &times);
-    }
+      AddKernelTime(piece.slice, num_ranks + piece.group, forward.rates, backward.rates, &times);
     const auto travels = [&](const Doubles& of) {
       Require(of.size() == 4 * num_ranks, "four times of each rank are needed");
       return TravelTimes{of.data(), of.data() + num_ranks, of.data() + 2 * num_ranks,
                          of.data() + 3 * num_ranks};
     };
     const TravelTimes none = {nullptr, nullptr, nullptr, nullptr};
-    const std::vector<int64_t> merged = TouchedRows(pieces, (num_stages + 1) * num_ranks);
+    const std::vector<int64_t> merged = TouchedRows(pieces, num_stages * num_ranks);
     return {PredictUs(times.forward_us, merged, rows, num_ranks, num_stages, steps, forward.rates,
                       travel ? travels(travel->first) : none),
             PredictUs(times.backward_us, merged, rows, num_ranks, num_stages, steps, backward.rates,
@@ -156,6 +179,11 @@ class StageCutter {
     return far;
   }
 
+  const HomeCut& Home() {
+    if (!home_) home_ = CutHome(cut_, own_);
+    return *home_;
+  }
+
   // Rows that come from own nodes, from others, or from all, found when they are first asked for.
   enum Origin { kOwnNodes, kOtherNodes, kAllNodes };
   const NodeRows& Nodes(Origin origin) {
@@ -175,6 +203,7 @@ class StageCutter {
   OwnKeys own_;
   QueryCut cut_;
   std::vector<RemoteRange> far_;
+  std::optional<HomeCut> home_;  // found when it is first asked for
   std::optional<NodeRows> nodes_[3];
 };
 
@@ -185,6 +214,7 @@ void BindStages(py::module_& m) {
       .def(py::init<const Ints&, const Ints&, const Ints&, const Ints&, Ints, Ints, Ints, int64_t,
                     int64_t>())
       .def("cut", &StageCutter::Cut)
+      .def("home_times", &StageCutter::HomeTimes)
       .def("predict", &StageCutter::Predict)
       .def("held_up", &StageCutter::HeldUp);
 }

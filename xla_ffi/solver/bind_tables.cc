@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "xla_ffi/solver/arrays.h"
+#include "xla_ffi/solver/documents.h"
+#include "xla_ffi/solver/join.h"
 #include "xla_ffi/solver/runs.h"
 #include "xla_ffi/solver/tile_runs.h"
 #include "xla_ffi/solver/transfer.h"
@@ -15,7 +17,7 @@ namespace magi_jax::solver {
 namespace {
 
 // Rows of each part, padded with zeros to what `round` makes of the longest: [P, L, width].
-py::array_t<int32_t> Pad(const int32_t* rows, const std::vector<int64_t>& before, int64_t width,
+py::array_t<int32_t> Pad(const int64_t* rows, const std::vector<int64_t>& before, int64_t width,
                          const py::object& round) {
   const int64_t num_parts = static_cast<int64_t>(before.size()) - 1;
   int64_t most = 0;
@@ -106,12 +108,21 @@ py::tuple RunSliceTable(const Ints& slices, const Ints& part, int64_t num_parts,
   const auto* rows = RowsOf<BandSlice>(slices);
   std::vector<BandSlice> transposed(rows, rows + part.size());
   for (BandSlice& s : transposed) s = {s.k_start, s.k_end, s.q_start, s.q_end, -s.d_max, -s.d_min};
-  std::vector<int32_t> narrow(slices.data(), slices.data() + slices.size());
   TileWalks walks;
   const py::tuple by_query = Walk(rows, begin, q_len, tile_size, rooms[1], rooms[2], &walks);
   const py::tuple by_key =
       Walk(transposed.data(), begin, k_len, tile_size, rooms[3], rooms[4], &walks);
-  return py::make_tuple(Pad(narrow.data(), begin, 6, rooms[0]), by_query, by_key);
+  return py::make_tuple(Pad(slices.data(), begin, 6, rooms[0]), by_query, by_key);
+}
+
+// Tight slices [A, 6] with neighbours of one diagonal joined; the same array where there are none.
+Ints RunJoinDiagonals(const Ints& slices) {
+  const auto* rows = RowsOf<BandSlice>(slices);
+  const int64_t count = slices.size() / 6, left = JoinDiagonals(rows, count, nullptr);
+  if (left == count) return slices;
+  Ints out({left, int64_t{6}});
+  JoinDiagonals(rows, count, reinterpret_cast<BandSlice*>(out.mutable_data()));
+  return out;
 }
 
 // Visible cells [A] of tight slices [A, 6].
@@ -131,6 +142,14 @@ py::tuple RunUnitNeeds(const Ints& slices, const Ints& edges) {
       FindNeeds(RowsOf<BandSlice>(slices), slices.size() / 6, edges.data(), edges.size() - 1);
   return py::make_tuple(Column(needs.area), Column(needs.rows), Column(needs.span_ptr),
                         Column(needs.reader), Table(needs.spans), Column(needs.total_rows));
+}
+
+// (edges [G + 1], area [G], long_slices [L]): see documents.h.
+py::tuple RunGroupDocuments(const Ints& slices, int64_t seq_len, int64_t step) {
+  Require(step >= 1, "a step has at least one row");
+  const DocumentGroups groups =
+      GroupDocuments(RowsOf<BandSlice>(slices), slices.size() / 6, seq_len, step);
+  return py::make_tuple(Column(groups.edges), Column(groups.area), Column(groups.long_slices));
 }
 
 std::vector<Document> DocumentsOf(const Ints& table, int64_t num_rows) {
@@ -267,8 +286,10 @@ py::tuple RunSortPieces(const Ints& src, const Ints& dst, const Ints& src_row, c
 void BindTables(py::module_& m) {
   m.def("walk_tiles", &RunWalkTiles);
   m.def("slice_table", &RunSliceTable);
+  m.def("join_diagonals", &RunJoinDiagonals);
   m.def("areas", &RunAreas);
   m.def("unit_needs", &RunUnitNeeds);
+  m.def("document_groups", &RunGroupDocuments);
   m.def("deal_runs", &RunDealRuns);
   m.def("split_by_part", &RunSplitByPart);
   m.def("write_ranges", &RunWriteRanges, py::arg("table").noconvert(), py::arg("rank"),

@@ -19,7 +19,10 @@ bool ByKeys(const BandSlice& a, const BandSlice& b) {
 // cell.
 template <typename Less>
 void Sort(BandSlice* first, BandSlice* last, const Less& less) {
-  if (last - first > 64) return std::sort(first, last, less);
+  if (last - first > 64) {
+    if (!std::is_sorted(first, last, less)) std::sort(first, last, less);
+    return;
+  }
   for (BandSlice* i = first; i < last; ++i) {
     if (i == first || !less(*i, i[-1])) continue;
     const BandSlice slice = *i;
@@ -64,29 +67,51 @@ BandSlice* Join(BandSlice* first, BandSlice* last) {
 
 }  // namespace
 
+void AppendJoined(std::vector<BandSlice>* slices, int64_t group, std::vector<GroupedSlice>* out) {
+  const auto bands = std::stable_partition(slices->begin(), slices->end(),
+                                           [](const BandSlice& s) { return s.full(); });
+  BandSlice *const first = slices->data(), *const others = first + (bands - slices->begin());
+  BandSlice* last = others;
+  Sort(first, last, ByQueries);
+  last = Join<kKeys>(first, last);
+  Sort(first, last, ByKeys);
+  last = Join<kQueries>(first, last);
+  for (const BandSlice* s = first; s != last; ++s) out->push_back({*s, group});
+  Sort(others, first + slices->size(), ByKeys);
+  for (const BandSlice* s = others; s != first + slices->size(); ++s) out->push_back({*s, group});
+}
+
 std::vector<GroupedSlice> JoinRectangles(const std::vector<GroupedSlice>& slices,
                                          int64_t num_groups) {
-  // Places of groups: rectangles of group g at [ptr[2 g], ptr[2 g + 1]), its other slices behind.
-  std::vector<int64_t> ptr(2 * num_groups + 1, 0);
-  const auto kind = [](const GroupedSlice& each) { return 2 * each.group + !each.slice.full(); };
-  for (const GroupedSlice& each : slices) ++ptr[kind(each) + 1];
+  std::vector<int64_t> ptr(num_groups + 1, 0);
+  for (const GroupedSlice& each : slices) ++ptr[each.group + 1];
   std::partial_sum(ptr.begin(), ptr.end(), ptr.begin());
   std::vector<int64_t> place(ptr.begin(), ptr.end() - 1);
-  std::vector<BandSlice> sorted(slices.size());
-  for (const GroupedSlice& each : slices) sorted[place[kind(each)]++] = each.slice;
+  std::vector<BandSlice> sorted(slices.size()), of_group;
+  for (const GroupedSlice& each : slices) sorted[place[each.group]++] = each.slice;
   std::vector<GroupedSlice> out;
   out.reserve(slices.size());
-  for (int64_t part = 0; part < 2 * num_groups; ++part) {
-    BandSlice *first = sorted.data() + ptr[part], *last = sorted.data() + ptr[part + 1];
-    if (part % 2 == 0) {
-      Sort(first, last, ByQueries);
-      last = Join<kKeys>(first, last);
-    }
-    Sort(first, last, ByKeys);
-    if (part % 2 == 0) last = Join<kQueries>(first, last);
-    for (; first != last; ++first) out.push_back({*first, part / 2});
+  for (int64_t group = 0; group < num_groups; ++group) {
+    of_group.assign(sorted.begin() + ptr[group], sorted.begin() + ptr[group + 1]);
+    AppendJoined(&of_group, group, &out);
   }
   return out;
+}
+
+int64_t JoinDiagonals(const BandSlice* slices, int64_t num_slices, BandSlice* out) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < num_slices; ++i) {
+    const BandSlice &s = slices[i], *const before = slices + i - 1;
+    const bool goes_on = i > 0 && s.d_min == s.d_max && before->d_min == s.d_min &&
+                         before->d_max == s.d_max && before->q_end == s.q_start;
+    if (!goes_on && out != nullptr) out[count] = s;
+    count += !goes_on;
+    if (goes_on && out != nullptr) {
+      out[count - 1].q_end = s.q_end;
+      out[count - 1].k_end = s.k_end;
+    }
+  }
+  return count;
 }
 
 }  // namespace magi_jax::solver

@@ -43,22 +43,31 @@ std::vector<StageCell> StageCells(int64_t rows, int64_t start, int64_t num_stage
 }
 
 QueryCut CutQueries(const BandSlice* slices, int64_t num_slices, const Layout& layout) {
-  std::vector<std::vector<std::pair<BandSlice, int64_t>>> by_rank(layout.num_ranks);
-  for (int64_t i = 0; i < num_slices; ++i) {
-    for (int64_t g = SegmentAt(layout, slices[i].q_start);
-         g < layout.num_segments && layout.edges[g] < slices[i].q_end; ++g) {
-      const BandSlice cut = ClipQueries(slices[i], layout.edges[g], layout.edges[g + 1]);
-      if (cut.visible()) by_rank[layout.owner[g]].push_back({cut, layout.offset[g]});
+  // Calls visit(slice, segment) for each segment that has queries of a slice.
+  const auto for_each = [&](const auto& visit) {
+    int64_t first = 0;  // neighbours begin in one segment as a rule
+    for (const BandSlice* s = slices; s != slices + num_slices; ++s) {
+      if (layout.edges[first] > s->q_start || layout.edges[first + 1] <= s->q_start)
+        first = SegmentAt(layout, s->q_start);
+      for (int64_t g = first; g < layout.num_segments && layout.edges[g] < s->q_end; ++g)
+        visit(*s, g);
     }
-  }
+  };
+  std::vector<int64_t> place(layout.num_ranks + 1, 0);
+  for_each([&](const BandSlice&, int64_t g) { ++place[layout.owner[g] + 1]; });
+  std::partial_sum(place.begin(), place.end(), place.begin());
   QueryCut out;
-  for (int64_t rank = 0; rank < layout.num_ranks; ++rank) {
-    for (const auto& [slice, offset] : by_rank[rank]) {
-      out.slices.push_back(slice);
-      out.rank.push_back(rank);
-      out.q_offset.push_back(offset);
-    }
-  }
+  out.slices.resize(place.back());
+  out.rank.resize(place.back());
+  out.q_offset.resize(place.back());
+  // Every query of a tight slice sees a key, and so does every part of one.
+  for_each([&](const BandSlice& s, int64_t g) {
+    const int64_t i = place[layout.owner[g]]++;
+    const bool inside = layout.edges[g] <= s.q_start && s.q_end <= layout.edges[g + 1];
+    out.slices[i] = inside ? s : ClipQueries(s, layout.edges[g], layout.edges[g + 1]);
+    out.rank[i] = layout.owner[g];
+    out.q_offset[i] = layout.offset[g];
+  });
   return out;
 }
 
@@ -70,7 +79,7 @@ std::vector<RemoteRange> FindRemote(const QueryCut& cut, const Layout& layout) {
     keys.clear();
     for (; last < cut.slices.size() && cut.rank[last] == rank; ++last)
       keys.push_back({cut.slices[last].k_start, cut.slices[last].k_end});
-    std::sort(keys.begin(), keys.end());
+    if (!std::is_sorted(keys.begin(), keys.end())) std::sort(keys.begin(), keys.end());
     int64_t dst_row = 0;
     for (size_t i = 0; i < keys.size();) {
       const int64_t begin = keys[i].first;
@@ -128,40 +137,68 @@ OwnKeys FindOwnKeys(const Layout& layout) {
   return out;
 }
 
-std::vector<GroupedSlice> CutStages(const QueryCut& cut, const std::vector<RemoteRange>& remote,
-                                    const OwnKeys& own, int64_t num_remote_stages) {
-  const auto num_ranks = static_cast<int64_t>(own.ptr.size()) - 1;
-  std::vector<GroupedSlice> pieces;
-  pieces.reserve(2 * cut.slices.size());
-  std::vector<KeySegment> received, segments;
-  const RemoteRange* range = remote.data();
-  const RemoteRange* const ranges_end = range + remote.size();
+HomeCut CutHome(const QueryCut& cut, const OwnKeys& own) {
+  HomeCut out;
+  out.home.reserve(cut.slices.size());
+  std::vector<BandSlice> pieces;
   for (size_t first = 0, last = 0; first < cut.slices.size(); first = last) {
     const int64_t rank = cut.rank[first];
+    const KeySegment* const begin = own.segments.data() + own.ptr[rank];
+    const KeySegment* const end = own.segments.data() + own.ptr[rank + 1];
+    const KeySegment* segment = begin;
+    pieces.clear();
+    for (; last < cut.slices.size() && cut.rank[last] == rank; ++last) {
+      const BandSlice& slice = cut.slices[last];
+      // Neighbours see keys of one segment as a rule.
+      if (segment == end || segment->end <= slice.k_start ||
+          (segment != begin && segment[-1].end > slice.k_start))
+        segment = std::partition_point(begin, end,
+                                       [&](const KeySegment& s) { return s.end <= slice.k_start; });
+      if (segment != end && segment->begin <= slice.k_start && slice.k_end <= segment->end) {
+        pieces.push_back(Shift(slice, cut.q_offset[last], segment->k_offset));
+        continue;
+      }
+      for (const KeySegment* s = segment; s != end && s->begin < slice.k_end; ++s) {
+        const BandSlice piece = ClipKeys(slice, s->begin, s->end);
+        if (piece.visible()) pieces.push_back(Shift(piece, cut.q_offset[last], s->k_offset));
+      }
+      out.beyond.slices.push_back(slice);
+      out.beyond.rank.push_back(rank);
+      out.beyond.q_offset.push_back(cut.q_offset[last]);
+    }
+    AppendJoined(&pieces, rank, &out.home);
+  }
+  return out;
+}
+
+std::vector<GroupedSlice> CutStages(const HomeCut& cut, const std::vector<RemoteRange>& remote,
+                                    int64_t num_ranks, int64_t num_remote_stages) {
+  std::vector<GroupedSlice> pieces;
+  std::vector<KeySegment> received;
+  const QueryCut& beyond = cut.beyond;
+  const RemoteRange* range = remote.data();
+  const RemoteRange* const ranges_end = range + remote.size();
+  for (size_t first = 0, last = 0; first < beyond.slices.size(); first = last) {
+    const int64_t rank = beyond.rank[first];
     while (range != ranges_end && range->dst < rank) ++range;
     const RemoteRange* from = range;
     while (range != ranges_end && range->dst == rank) ++range;
     received.clear();
     AppendReceived(from, range, &received);
-    const auto mine = own.segments.begin() + own.ptr[rank];
-    const auto mine_end = own.segments.begin() + own.ptr[rank + 1];
-    segments.resize(received.size() + (mine_end - mine));
-    std::merge(mine, mine_end, received.begin(), received.end(), segments.begin(),
-               [](const KeySegment& a, const KeySegment& b) { return a.begin < b.begin; });
-    for (; last < cut.slices.size() && cut.rank[last] == rank; ++last) {
-      const BandSlice& slice = cut.slices[last];
+    for (; last < beyond.slices.size() && beyond.rank[last] == rank; ++last) {
+      const BandSlice& slice = beyond.slices[last];
       auto segment =
-          std::partition_point(segments.begin(), segments.end(),
+          std::partition_point(received.begin(), received.end(),
                                [&](const KeySegment& s) { return s.end <= slice.k_start; });
-      for (; segment != segments.end() && segment->begin < slice.k_end; ++segment) {
+      for (; segment != received.end() && segment->begin < slice.k_end; ++segment) {
         const BandSlice piece = ClipKeys(slice, segment->begin, segment->end);
         if (piece.visible())
-          pieces.push_back({Shift(piece, cut.q_offset[last], segment->k_offset),
-                            segment->stage * num_ranks + rank});
+          pieces.push_back({Shift(piece, beyond.q_offset[last], segment->k_offset),
+                            (segment->stage - 1) * num_ranks + rank});
       }
     }
   }
-  return JoinRectangles(pieces, (num_remote_stages + 1) * num_ranks);
+  return JoinRectangles(pieces, num_remote_stages * num_ranks);
 }
 
 }  // namespace magi_jax::solver

@@ -68,10 +68,18 @@ struct OwnKeys {
 
 OwnKeys FindOwnKeys(const Layout& layout);
 
-// Slices in local coordinates, those of stage i on rank r with group i * R + r, sorted by group:
-// stage 0 reads the rank's own keys, stage i + 1 what remote stage i brings.
-std::vector<GroupedSlice> CutStages(const QueryCut& cut, const std::vector<RemoteRange>& remote,
-                                    const OwnKeys& own, int64_t num_remote_stages);
+// What ranks see of their own keys, whatever stages the others come in.
+struct HomeCut {
+  std::vector<GroupedSlice> home;  // local coordinates, sorted by rank: stage 0
+  QueryCut beyond;                 // slices that see keys of other ranks, too
+};
+
+HomeCut CutHome(const QueryCut& cut, const OwnKeys& own);
+
+// Slices of remote stages in local coordinates, those of stage i on rank r with group
+// i * num_ranks + r, sorted by group: they read what stage i brings.
+std::vector<GroupedSlice> CutStages(const HomeCut& cut, const std::vector<RemoteRange>& remote,
+                                    int64_t num_ranks, int64_t num_remote_stages);
 
 }  // namespace magi_jax::solver
 

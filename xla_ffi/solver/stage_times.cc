@@ -136,9 +136,13 @@ void AddKernelTime(const BandSlice& slice, int64_t group, const Rates& forward,
                    const Rates& backward, KernelTimes* times) {
   const auto area = static_cast<double>(Area(slice));
   const auto rows = static_cast<double>(std::max<int64_t>(slice.q_end - slice.q_start, 1));
-  const double log_keys = std::log(std::max(area / rows, 1.0));
-  times->forward_us[group] += area * forward.us_per_cell / RateAt(log_keys, forward);
-  times->backward_us[group] += area * backward.us_per_cell / RateAt(log_keys, backward);
+  if (area != times->last.area || rows != times->last.rows) {
+    const double log_keys = std::log(std::max(area / rows, 1.0));
+    times->last = {area, rows, area * forward.us_per_cell / RateAt(log_keys, forward),
+                   area * backward.us_per_cell / RateAt(log_keys, backward)};
+  }
+  times->forward_us[group] += times->last.forward_us;
+  times->backward_us[group] += times->last.backward_us;
 }
 
 std::vector<int64_t> TouchedRows(const std::vector<GroupedSlice>& pieces, int64_t num_groups) {
@@ -184,7 +188,7 @@ double PredictUs(const std::vector<double>& kernel_us, const std::vector<int64_t
       t.kernel[stage] = kernel_us[stage * num_ranks + rank];
     for (int64_t stage = 0; stage < num_stages; ++stage) {
       const int64_t i = stage * num_ranks + rank;
-      t.merge[stage + 1] = rates.launch_us + merged_rows[i + num_ranks] * rates.merge_us_per_row;
+      t.merge[stage + 1] = rates.launch_us + merged_rows[i] * rates.merge_us_per_row;
       const int64_t near = std::max(rows.near_in[i], rows.near_out[i]);
       const int64_t far = std::max(rows.far_in[i], rows.far_out[i]);
       const int64_t near_beside = steps.two ? 0 : near;

@@ -31,7 +31,14 @@ struct TravelTimes {
 
 // Kernel times of each group of slices in both directions, microseconds [num_groups] each.
 struct KernelTimes {
+  explicit KernelTimes(size_t num_groups)
+      : forward_us(num_groups, 0.0), backward_us(num_groups, 0.0) {}
+
   std::vector<double> forward_us, backward_us;
+  // Of the last slice: short documents are often alike.
+  struct {
+    double area, rows, forward_us, backward_us;
+  } last = {};
 };
 
 // Adds a slice of a group. Rectangles that could be joined take the same time together as apart.
@@ -49,7 +56,7 @@ struct Steps {
 constexpr int64_t kMergeTile = 16;
 std::vector<int64_t> TouchedRows(const std::vector<GroupedSlice>& pieces, int64_t num_groups);
 
-// When the last rank is done with one direction, in which stages merge `merged_rows` of each group.
+// When the last rank is done with one direction, in which remote stages merge `merged_rows` [S, R].
 double PredictUs(const std::vector<double>& kernel_us, const std::vector<int64_t>& merged_rows,
                  const LinkRows& rows, int64_t num_ranks, int64_t num_stages, const Steps& steps,
                  const Rates& rates, const TravelTimes& travel);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "xla_ffi/solver/bands.h"
@@ -45,17 +46,29 @@ class Sweep {
 
   void SortByFirstTile(const BandSlice* slices, int64_t num_slices) {
     begins_.resize(num_slices);
-    for (int64_t i = 0; i < num_slices; ++i)
+    bool sorted = true;
+    for (int64_t i = 0; i < num_slices; ++i) {
       begins_[i] = {static_cast<int32_t>(slices[i].q_start / tile_size_), static_cast<int32_t>(i)};
-    const auto before = [](const Begin& a, const Begin& b) {
-      return a.tile < b.tile || (a.tile == b.tile && a.id < b.id);
-    };
-    if (!std::is_sorted(begins_.begin(), begins_.end(), before))
-      std::sort(begins_.begin(), begins_.end(), before);
+      sorted &= i == 0 || begins_[i - 1].tile <= begins_[i].tile;
+    }
+    if (sorted) return;
+    if (num_slices < num_tiles_) {
+      std::sort(begins_.begin(), begins_.end(), [](const Begin& a, const Begin& b) {
+        return a.tile < b.tile || (a.tile == b.tile && a.id < b.id);
+      });
+      return;
+    }
+    place_.assign(num_tiles_ + 1, 0);
+    for (const Begin& begin : begins_) ++place_[begin.tile + 1];
+    std::partial_sum(place_.begin(), place_.end(), place_.begin());
+    unsorted_.swap(begins_);
+    begins_.resize(num_slices);
+    for (const Begin& begin : unsorted_) begins_[place_[begin.tile]++] = begin;
   }
 
   int64_t tile_size_, num_tiles_;
-  std::vector<Begin> begins_;
+  std::vector<Begin> begins_, unsorted_;
+  std::vector<int64_t> place_;
   std::vector<int32_t> active_;
 };
 

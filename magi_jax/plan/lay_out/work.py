@@ -68,7 +68,7 @@ def lay_out_work(
         stages = choice.forward.num_remote_stages
         share = largest_share(work, stages, machine, frame.local_len) if stages else 0.0
         late = late_work(work, frame, share, choice.forward)
-        late_us = (np.inf, np.inf) if late is None else predict_us(late, machine)
+        late_us = (np.inf, np.inf) if late is None else predict_us(late, machine, work.engine)
         tie = 1.0 if choice.two_level else TIE
         forward_late_us = late_us[0] + choice.each_us[1]
         if late is not None and forward_late_us < min(sum(late_us), choice.predicted_us):

@@ -17,6 +17,7 @@ import numpy as np
 from magi_jax.masks import bands
 from magi_jax.solver import intervals
 from magi_jax.solver.dispatch.deal import deal
+from magi_jax.solver.dispatch.documents import document_edges, document_groups
 from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem, RowAreas
 
 # Orders of the dense and of the light pile: as in the sequence, by falling density, or one of the densest
@@ -29,22 +30,24 @@ ALL_ORDERS = tuple(
 FOLDED = 0.1
 # A document by itself is dealt if it has no more slices: one causal mask, or one with a prefix.
 FEW_SLICES = 2
-# Where there are more documents than this, there are others to fill every gap.
+# Where there are more documents or slices than this, neighbouring documents are dealt together.
 MOST_DOCUMENTS, MOST_SLICES = 16_384, 131_072
 
 
 def runs(
     problem: DispatchProblem, orders: Sequence[tuple[str, str]] = ALL_ORDERS
 ) -> Iterator[Assignment]:
-    """One placement for each of ``orders``, dealt when it is asked for; none where the sequence is not made
-    of several documents, nor one of few slices whose parts are alike.
+    """One placement for each of ``orders``, dealt when it is asked for; none where the sequence is one
+    document of many slices.
     """
     seq_len, cp_size = int(problem.edges[-1]), problem.cp_size
-    if len(problem.slices) > MOST_SLICES or seq_len < cp_size:
+    if seq_len < cp_size:
         return
-    edges = document_edges(problem.slices, seq_len)
+    edges, slices = _parts(problem)
+    few_slices = len(problem.slices) <= FEW_SLICES
+    if len(edges) == 2 and not few_slices and not len(problem.travelling):
+        return
     held = _travelling_rows(problem.travelling, cp_size)
-    slices = problem.slices
     if len(held):
         edges = np.unique(np.concatenate([edges, held[:, 0], held[:, 0] + held[:, 1]]))
         slices = np.concatenate([slices, bands.transpose(problem.travelling)])
@@ -53,13 +56,28 @@ def runs(
     if len(held):
         documents = documents.outside(held[:, 0], held[:, 0] + held[:, 1])
     number = len(documents.area)
-    if not 1 <= number <= MOST_DOCUMENTS or (shares < 0).any():
+    if number < 1 or (number == 1 and not few_slices) or (shares < 0).any():
         return
-    if number == 1 and (len(problem.slices) > FEW_SLICES or not documents.is_uniform):
+    if number == 1 and not len(held) and not documents.table[0, 2]:
+        # All parts of it are alike: neighbours stay together.
+        tokens = np.append(0, np.cumsum(shares[:, 0]))
+        yield Assignment(tokens, np.arange(cp_size))
         return
     for order in orders if number > 1 else orders[:1]:
         pieces = deal(documents.rows, *documents.piles(order), shares, problem.engine)
         yield _assignment(np.concatenate([pieces, held]), seq_len)
+
+
+def _parts(problem: DispatchProblem) -> tuple[np.ndarray, np.ndarray]:
+    """Edges of the documents that are dealt, and slices of as much area: groups of documents, where there are
+    so many that each of them matters little.
+    """
+    slices, seq_len = problem.slices, int(problem.edges[-1])
+    if len(slices) <= MOST_SLICES:
+        edges = document_edges(slices, seq_len)
+        if len(edges) <= MOST_DOCUMENTS:
+            return edges, slices
+    return document_groups(slices, seq_len, MOST_DOCUMENTS, problem.engine)
 
 
 class _Documents(NamedTuple):
@@ -83,14 +101,6 @@ class _Documents(NamedTuple):
         half = rows.before((edges[1:] + edges[:-1]) // 2) - before[:-1]
         folded = np.abs(area - 2 * half) > FOLDED * area
         return cls(rows, np.stack([edges[:-1], edges[1:], folded], axis=1), area)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all parts of the first document are alike, as they are dealt: it is folded, or all its rows
-        see all of it.
-        """
-        begin, end, is_folded = self.table[0]
-        return bool(is_folded or self.area[0] == (end - begin) ** 2)
 
     def outside(self, begin: np.ndarray, end: np.ndarray) -> "_Documents":
         """Those outside of ranges ``[begin, end)``, which rise and end where documents do."""
@@ -143,18 +153,6 @@ def _shares(documents: _Documents, held: np.ndarray, cp_size: int) -> np.ndarray
 def _assignment(pieces: np.ndarray, seq_len: int) -> Assignment:
     pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
     return Assignment(np.append(pieces[:, 0], seq_len), pieces[:, 2])
-
-
-def document_edges(slices: np.ndarray, seq_len: int) -> np.ndarray:
-    """Edges ``[N + 1]`` of the parts of a sequence that share no visible pair: no slice crosses one."""
-    begin = np.minimum(slices[:, bands.Q_START], slices[:, bands.K_START])
-    end = np.maximum(slices[:, bands.Q_END], slices[:, bands.K_END])
-    order = np.argsort(begin, kind="stable")
-    begin, reach = begin[order], np.maximum.accumulate(end[order])
-    # Between two documents there may be rows that see nothing; they are one of their own.
-    first = np.append(True, begin[1:] >= reach[:-1])[: len(begin)]
-    last = np.append(first[1:], True)[: len(begin)]
-    return np.unique(np.concatenate([[0], begin[first], reach[last], [seq_len]]))
 
 
 def _ordered(documents: np.ndarray, density: np.ndarray, order: str) -> np.ndarray:

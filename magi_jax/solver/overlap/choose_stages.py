@@ -237,7 +237,7 @@ class CompiledTimes:
         self.cutter = work.cutter(machine.node_of(work.layout.cp_size))
         model = machine.cost_model
         self.rates = tuple(model.rates(backward) for backward in (False, True))
-        self.local = work.home_slices()
+        self.home = self.cutter.home_times(work.home_slices(), self.rates)
         self.travel: dict[bool, tuple[np.ndarray, np.ndarray] | None] = {}
 
     def held_up(self, two_level: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -254,7 +254,7 @@ class CompiledTimes:
         if kind.two_level not in self.travel:
             self.travel[kind.two_level] = self._travel_times(kind.two_level)
         travel = self.travel[kind.two_level]
-        return self.cutter.predict(*kind, self.local, self.rates, travel)
+        return self.cutter.predict(*kind, self.home, self.rates, travel)
 
     def _travel_times(self, two_level: bool) -> tuple[np.ndarray, np.ndarray] | None:
         """Times of travelling queries ``[4, cp]`` in both directions, as in `timeline.TravelWork`."""

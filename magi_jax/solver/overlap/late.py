@@ -61,7 +61,7 @@ class LateWork(NamedTuple):
     shared: RankRows | None = None
 
 
-def predict_us(late: LateWork, machine: Machine) -> tuple[float, float]:
+def predict_us(late: LateWork, machine: Machine, engine: str = "numpy") -> tuple[float, float]:
     """Predicted time of each direction; compare with `overlap.Choice.each_us`.
 
     Own keys are copied into the buffer beside those that come, in a fraction of their time; their gradients
@@ -71,7 +71,7 @@ def predict_us(late: LateWork, machine: Machine) -> tuple[float, float]:
     moved, per_node = traffic(late.keys, 1, cp_size), machine.node_of(cp_size)
     reduced = timeline.link_rows(moved, per_node)
     cast = timeline.link_rows(moved * ~np.eye(cp_size, dtype=bool), per_node)
-    shapes = timeline.shapes_of([*late.home.slices, late.slices], cp_size, model)
+    shapes = timeline.shapes_of([*late.home.slices, late.slices], cp_size, model, engine)
     forward, backward = (
         timeline.direction_work(shapes, cast, False, model, way) for way in (False, True)
     )
@@ -195,8 +195,10 @@ def _split(cut, base, columns, rows, span) -> tuple[QueryCut, QueryCut]:
 
     def inside(begin, end) -> QueryCut:
         source, part = intervals.meet(first, last, begin, end)
-        limits = (begin[part] - base[source], end[part] - base[source])
-        pieces = bands.clip(cut.slices[source], **dict(zip(names, limits, strict=True)))
+        pieces = cut.slices[source]
+        cuts = np.flatnonzero((first[source] < begin[part]) | (last[source] > end[part]))
+        limits = (each[part[cuts]] - base[source[cuts]] for each in (begin, end))
+        pieces[cuts] = bands.clip(pieces[cuts], **dict(zip(names, limits, strict=True)))
         seen = bands.is_visible(pieces)
         return QueryCut(pieces[seen], cut.rank[source][seen], cut.q_offset[source][seen])
 

@@ -8,6 +8,32 @@ care where in the sequence it lies. Fewer slices make shorter walks.
 import numpy as np
 
 from magi_jax.masks import bands
+from magi_jax.solver.engine import compiled
+
+
+def join_diagonals(slices: np.ndarray, engine: str = "numpy") -> np.ndarray:
+    """Joins neighbours of one diagonal, such as documents of one token.
+
+    Args:
+        slices: tight visible slices ``[A, 6]``.
+        engine: "numpy" or "compiled"; both join the same.
+
+    Returns:
+        tight slices of the same cells; ``slices`` itself where there is nothing to join.
+    """
+    if engine == "compiled":
+        return compiled().join_diagonals(slices)
+    is_one = slices[:, bands.D_MIN] == slices[:, bands.D_MAX]
+    goes_on = is_one[1:] & is_one[:-1]
+    goes_on &= np.diff(slices[:, bands.D_MIN]) == 0
+    goes_on &= slices[1:, bands.Q_START] == slices[:-1, bands.Q_END]
+    if not goes_on.any():
+        return slices
+    first = np.flatnonzero(np.append(True, ~goes_on))
+    joined = slices[first]
+    last = np.append(first[1:], len(slices)) - 1
+    joined[:, [bands.Q_END, bands.K_END]] = slices[last][:, [bands.Q_END, bands.K_END]]
+    return joined
 
 
 def join_rectangles(slices: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
