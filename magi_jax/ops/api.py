@@ -151,17 +151,19 @@ def _attend(call: _Call, q, k, v, sinks, mask) -> tuple[jax.Array, jax.Array, ja
     """``out``, ``lse`` and the largest logits of a batch under one mask."""
     lead = q.shape[:-3]
     size = math.prod(lead)
+    # An exported program may leave it open; then sequences take turns.
+    is_batch = isinstance(size, int) and size > 1
     rows = (q.shape[-3], k.shape[-3])
-    if size > 1 and isinstance(mask, AttnMask) and (mask.q_len, mask.k_len) == rows:
+    if is_batch and isinstance(mask, AttnMask) and (mask.q_len, mask.k_len) == rows:
         # One call for all of them, and one order of tiles.
         mask = masks.concatenate([mask] * size)
     table = _table(mask)
-    if size > 1 and (table.q_len, table.k_len) == rows and can_repeat(table):
+    if is_batch and (table.q_len, table.k_len) == rows and can_repeat(table):
         table = repeat_table(table, size)
     operands = mesh.unify_varying(q, k, v, sinks, table)
     if not lead:
         return _checked_attention(call, *operands)
-    if size > 1 and (table.q_len, table.k_len) == (size * rows[0], size * rows[1]):
+    if is_batch and (table.q_len, table.k_len) == (size * rows[0], size * rows[1]):
         q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in operands[:3])
         out, lse, max_logits = _checked_attention(call, q, k, v, *operands[3:])
         return (

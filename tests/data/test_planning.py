@@ -52,14 +52,23 @@ def test_planned_batch_holds_the_same_tokens_in_dispatched_order():
         assert (planned.packed.segment_ids[replica, ~is_token] == 0).all()
 
 
-def test_plans_are_those_of_each_sequence():
+SLOW_LINKS = mj.CostModel(
+    link_gbps=1e-3, latency_us=0.1, launch_us=0.1, backward_launch_us=0.1, memory_gbps=1e6
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": 3}, {"cost_model": SLOW_LINKS}], ids=str)
+def test_plans_are_those_of_each_sequence(options):
     packed = next(_batches())
-    planned = PlanBatch(CP, (CAUSAL, WINDOW), CONFIG)(packed)
+    config = dataclasses.replace(CONFIG, **options)
+    planned = PlanBatch(CP, (CAUSAL, WINDOW), config)(packed)
     full, window = (plan.spec for plan in planned.plans)
     for replica in range(2):
         ids = packed.segment_ids[replica]
-        alone = mj.make_plan(CAUSAL(ids), CP, CONFIG)
-        other = alone.with_mask(WINDOW(ids))
+        alone = mj.make_plan(CAUSAL(ids), CP, config)
+        other = alone.with_mask(WINDOW(ids), overlap=config.overlap, machine=config.machine)
+        if options:
+            assert other.fingerprint() != alone.with_mask(WINDOW(ids)).fingerprint()
         padded = alone.pad_to(full), other.pad_to(window)
         for plan, stacked in zip(padded, planned.plans, strict=True):
             of_replica = jax.tree.map(operator.itemgetter(replica), stacked)

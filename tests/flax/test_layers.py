@@ -96,6 +96,17 @@ def test_decoder_does_not_look_into_other_documents(rng):
     assert not np.allclose(before[60:], after[60:])
 
 
+def test_blocks_take_the_attentions_in_turn():
+    model = Decoder(dataclasses.replace(CONFIG, num_layers=5), rngs=nnx.Rngs(0))
+    called = []
+
+    def attend_as(name):
+        return lambda query, key, value: (called.append(name), query)[1]
+
+    model(jnp.zeros(3, jnp.int32), jnp.arange(3), tuple(map(attend_as, "ab")))
+    assert called == list("ababa")
+
+
 def test_gradients_of_a_token_s_many_places_are_summed_in_float32(rng):
     """In bfloat16 the sum of thousands of rows would depend on their order, and so on the dispatch."""
     config = dataclasses.replace(CONFIG, num_layers=0, dtype=jnp.bfloat16)

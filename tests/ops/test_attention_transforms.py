@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from magi_jax import masks
-from magi_jax.ops import CONTEXT_NAME, flex_flash_attention
+from magi_jax.ops import CONTEXT_NAME, build_info, flex_flash_attention
 from magi_jax.plan import slice_table
 from magi_jax.testing import hlo
 
@@ -163,6 +163,30 @@ def test_eight_devices_at_once(tensors):
     for _ in range(10):
         out = step(*batch)
         assert_all_close(out, right)
+
+
+def test_exported_program_leaves_the_batch_open(attend, tensors):
+    size = jax.export.symbolic_shape("b")
+    shapes = [jax.ShapeDtypeStruct((*size, *x.shape), x.dtype) for x in tensors]
+    table = slice_table(MASK)
+
+    def loss(q, k, v):
+        return jnp.sum(attend(q, k, v, table) ** 2)
+
+    def both(q, k, v):
+        out, top = attend(q, k, v, MASK, return_max_logits=True)
+        return out, top, jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    targets = build_info()["targets"]
+    ours = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
+    exported = jax.export.export(jax.jit(both), disabled_checks=ours)(*shapes)
+    for count in (1, 3):
+        batch = [np.stack([x * (i + 1) for i in range(count)]) for x in tensors]
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5),
+            exported.call(*batch),
+            jax.jit(both)(*batch),
+        )
 
 
 def test_program_holds_no_dense_array(rng):
