@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from magi_jax.plan.frame import Frame
+from magi_jax.plan.frame import Frame, does_not_fit
 from magi_jax.plan.lay_out.stages import lay_out_both_late, lay_out_late, lay_out_stages
 from magi_jax.plan.lay_out.ways import AUTO, Overlap, late_work, settled_counts
 from magi_jax.plan.spec import PlanSpec, StagesSpec
@@ -19,7 +19,7 @@ def lay_out_in(
     """Both directions in given sizes: of the ways that fit, what is predicted to be the fastest."""
     counts = settled_counts(overlap, work)
     late = None
-    if overlap == AUTO and spec.late is not None:
+    if overlap == AUTO and work.moves_keys and spec.late is not None:
         late = late_work(work, frame, 1.0)
     if late is None:
         return _stages_in(work, frame, counts, spec, machine)
@@ -87,6 +87,8 @@ def _fit_stages(
         raise ValueError(
             f"overlap={count} wants {number} remote stages, the spec has {most} of them"
         )
+    if number is None and not most:
+        raise does_not_fit(f"{path} has no remote stage, but keys of other ranks are needed")
     first_problem = None
     for stages in range(most, 0, -1) if number is None else (number,):
         near = spec.near[:stages]

@@ -29,8 +29,12 @@ def late_work(
 
 
 def settled_counts(overlap: Overlap, work: Work) -> Counts:
-    """Settled numbers of remote stages, forward and backward; 0 where nothing is remote."""
+    """Settled numbers of remote stages, forward and backward; 0 where nothing can be remote, or where nothing
+    is and the number is open.
+    """
     if work.layout.cp_size == 1 or work.keys.layout is None:
+        return 0, 0
+    if overlap == AUTO and not work.moves_keys:
         return 0, 0
     if isinstance(overlap, str):
         return None, None

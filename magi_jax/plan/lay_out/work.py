@@ -64,7 +64,7 @@ def lay_out_work(
         return WorkTables(*lay_out_in(work, frame, overlap, spec, machine), travel)
     choice = choose_stages(work, frame.local_len, machine, counts)
     per_node = machine.node_of(frame.cp_size) if choice.two_level else None
-    if overlap == AUTO:
+    if overlap == AUTO and work.moves_keys:
         stages = choice.forward.num_remote_stages
         share = largest_share(work, stages, machine, frame.local_len) if stages else 0.0
         late = late_work(work, frame, share, choice.forward)

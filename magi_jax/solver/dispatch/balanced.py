@@ -6,7 +6,7 @@ rank's rows, received or sent, and the worst node's rows are brought down while 
 a limit. The same problem always gets the same answer. See docs/planner.md.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from magi_jax.solver.dispatch.regular import contiguous, zigzag
 from magi_jax.solver.dispatch.runs import runs
 from magi_jax.solver.dispatch.starts import Site, dealt, greedy_starts, node_first_starts
 from magi_jax.solver.dispatch.units import COARSE_SHARE, FINENESS, Units, fixed_units, make_units
+from magi_jax.solver.dispatch.whole import WholeDocuments
 from magi_jax.solver.engine import check_engine, compiled
 
 # Starting points which cannot be mended in the time at hand are not tried.
@@ -109,7 +110,7 @@ class _Runs(NamedTuple):
 
 def _placed_runs(problem: DispatchProblem, per_node: int) -> _Runs | None:
     make_placement, best = placement_maker(problem.engine), None
-    for placed in runs(problem, effort_of(problem).run_orders):
+    for placed in _placed_at_once(problem, per_node):
         units = fixed_units(problem, placed.edges, problem.engine)
         placement = make_placement(units, problem.cp_size, per_node)
         score = _score(placement.measure(placed.owner.astype(np.int32)), problem.cp_size)
@@ -118,6 +119,18 @@ def _placed_runs(problem: DispatchProblem, per_node: int) -> _Runs | None:
         if best.move_little(problem):
             break
     return best
+
+
+def _placed_at_once(problem: DispatchProblem, per_node: int) -> Iterator[Assignment]:
+    """Placements of documents that are whole on ranks, of long runs, and of documents whole in nodes, each
+    made when it is asked for.
+    """
+    whole = WholeDocuments(problem)
+    if placed := whole.on_ranks():
+        yield placed
+    yield from runs(problem, effort_of(problem).run_orders)
+    if placed := whole.in_nodes(per_node):
+        yield placed
 
 
 def _final_cost(score: "_Score", problem: DispatchProblem) -> float:

@@ -51,7 +51,7 @@ def runs(
     if len(held):
         edges = np.unique(np.concatenate([edges, held[:, 0], held[:, 0] + held[:, 1]]))
         slices = np.concatenate([slices, bands.transpose(problem.travelling)])
-    documents = _Documents.of(RowAreas.of(slices, edges), edges)
+    documents = Documents.of(RowAreas.of(slices, edges), edges)
     shares = _shares(documents, held, cp_size)
     if len(held):
         documents = documents.outside(held[:, 0], held[:, 0] + held[:, 1])
@@ -65,7 +65,7 @@ def runs(
         return
     for order in orders if number > 1 else orders[:1]:
         pieces = deal(documents.rows, *documents.piles(order), shares, problem.engine)
-        yield _assignment(np.concatenate([pieces, held]), seq_len)
+        yield assignment_of(np.concatenate([pieces, held]), seq_len)
 
 
 def _parts(problem: DispatchProblem) -> tuple[np.ndarray, np.ndarray]:
@@ -80,7 +80,7 @@ def _parts(problem: DispatchProblem) -> tuple[np.ndarray, np.ndarray]:
     return document_groups(slices, seq_len, MOST_DOCUMENTS, problem.engine)
 
 
-class _Documents(NamedTuple):
+class Documents(NamedTuple):
     """Documents of a sequence.
 
     Attributes:
@@ -94,24 +94,34 @@ class _Documents(NamedTuple):
     area: np.ndarray
 
     @classmethod
-    def of(cls, rows: RowAreas, edges: np.ndarray) -> "_Documents":
+    def of(cls, rows: RowAreas, edges: np.ndarray) -> "Documents":
         """Those between ``edges [N + 1]``."""
-        before = rows.before(edges)
-        area = np.diff(before)
-        half = rows.before((edges[1:] + edges[:-1]) // 2) - before[:-1]
-        folded = np.abs(area - 2 * half) > FOLDED * area
-        return cls(rows, np.stack([edges[:-1], edges[1:], folded], axis=1), area)
+        return cls.between(rows, edges[:-1], edges[1:])
 
-    def outside(self, begin: np.ndarray, end: np.ndarray) -> "_Documents":
+    @classmethod
+    def between(cls, rows: RowAreas, begin: np.ndarray, end: np.ndarray) -> "Documents":
+        """Parts ``[begin, end)``, none of which is empty."""
+        before = rows.before(begin)
+        area = rows.before(end) - before
+        half = rows.before((begin + end) // 2) - before
+        folded = np.abs(area - 2 * half) > FOLDED * area
+        return cls(rows, np.stack([begin, end, folded], axis=1), area)
+
+    @property
+    def size(self) -> np.ndarray:
+        """Rows of each ``[N]``."""
+        return self.table[:, 1] - self.table[:, 0]
+
+    def outside(self, begin: np.ndarray, end: np.ndarray) -> "Documents":
         """Those outside of ranges ``[begin, end)``, which rise and end where documents do."""
         first = self.table[:, 0]
         last = np.searchsorted(begin, first, side="right") - 1
         kept = (last < 0) | (first >= end[last])
-        return _Documents(self.rows, self.table[kept], self.area[kept])
+        return Documents(self.rows, self.table[kept], self.area[kept])
 
     def piles(self, order: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
         """The dense and the light pile, rows of ``table`` in the given orders."""
-        size = self.table[:, 1] - self.table[:, 0]
+        size = self.size
         is_dense, density = self.area * size.sum() > self.area.sum() * size, self.area / size
         dense, light = (
             self.table[_ordered(np.flatnonzero(kind), density, each)]
@@ -138,7 +148,7 @@ def _travelling_rows(travelling: np.ndarray, cp_size: int) -> np.ndarray:
     return np.stack([begin[source] + low - before[source], high - low, filled[part]], axis=1)
 
 
-def _shares(documents: _Documents, held: np.ndarray, cp_size: int) -> np.ndarray:
+def _shares(documents: Documents, held: np.ndarray, cp_size: int) -> np.ndarray:
     """Tokens of each rank but those that it holds anyhow, and the area that comes with these, ``[cp, 2]``."""
     edges = int(documents.table[-1, 1]) * np.arange(cp_size + 1) // cp_size
     shares = np.stack([np.diff(edges), np.zeros(cp_size, np.int64)], axis=1)
@@ -150,7 +160,8 @@ def _shares(documents: _Documents, held: np.ndarray, cp_size: int) -> np.ndarray
     return shares
 
 
-def _assignment(pieces: np.ndarray, seq_len: int) -> Assignment:
+def assignment_of(pieces: np.ndarray, seq_len: int) -> Assignment:
+    """Pieces ``[N, 3]`` of (first row, rows, rank), in any order, as an assignment of ``[0, seq_len)``."""
     pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
     return Assignment(np.append(pieces[:, 0], seq_len), pieces[:, 2])
 

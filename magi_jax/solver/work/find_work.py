@@ -62,6 +62,11 @@ class Work(NamedTuple):
     travel: Travel | None
     engine: str
 
+    @property
+    def moves_keys(self) -> bool:
+        """Whether any key comes from another rank."""
+        return len(self.far.dst) > 0
+
     def staged(
         self,
         num_remote_stages: int,

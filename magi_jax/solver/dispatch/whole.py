@@ -1,0 +1,203 @@
+"""Placements that keep documents whole: on one rank each, or in one node, whose ranks they are then dealt to.
+
+Ranks, or nodes, are bins (`bins`) that documents are packed into. In nodes, and on ranks where no documents
+fit exactly, few rows of light documents even the tokens out, so that these are cut. A document that is more
+than a node's work loses its front to another node: its first rows need none of the others.
+
+Weights are areas less what as many rows have by which tokens are evened out: how many tokens a bin has hardly
+matters to them.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from magi_jax.solver.dispatch.bins import Contents
+from magi_jax.solver.dispatch.deal import deal
+from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem, RowAreas
+from magi_jax.solver.dispatch.runs import (
+    BY_TURNS,
+    FALLING,
+    MOST_SLICES,
+    Documents,
+    assignment_of,
+    document_edges,
+)
+
+# Rows by which tokens are evened out: those that see fewest keys, one of so many, or what four bins hold.
+FILLERS = 8
+# A document up to so many times too heavy for a bin loses its front, the rows that need none of the others.
+TOO_HEAVY = 2
+# With more documents than this, or fewer for each bin, bins come out equal or unequal anyhow.
+MOST_DOCUMENTS, FEWEST = 4096, 3
+# Of a bin: with more, a number of tokens and an area no longer fit into one integer.
+MOST_TOKENS = 1 << 19
+# Bins that are so much too heavy are not worth what they spare in rows.
+MOST_OVER = 0.04
+
+
+class Bins(NamedTuple):
+    """Rows of every bin: intervals ``[n]`` of the sequence, sorted by bin.
+
+    Attributes:
+        begin, end: rows of whole documents and of parts.
+        bin: which has them.
+    """
+
+    begin: np.ndarray
+    end: np.ndarray
+    bin: np.ndarray
+
+
+class WholeDocuments:
+    """Placements of one problem, each made when it is asked for.
+
+    Args:
+        problem: what is to be placed.
+    """
+
+    def __init__(self, problem: DispatchProblem):
+        self.problem, self.tokens = problem, _tokens(problem)
+        self.documents = _documents_of(problem)
+
+    def on_ranks(self) -> Assignment | None:
+        """Whole documents on every rank; None where some are too large, or all too few."""
+        found = pack(self.documents, self.tokens, exactly=True) if self.documents else None
+        if found is None:
+            return None
+        pieces = np.stack([found.begin, found.end - found.begin, found.bin], axis=1)
+        return assignment_of(pieces, int(self.problem.edges[-1]))
+
+    def in_nodes(self, per_node: int) -> Assignment | None:
+        """Whole documents in every node, dealt to its ranks in runs; None as in `on_ranks`."""
+        tokens = self.tokens.reshape(-1, per_node)
+        found = pack(self.documents, tokens.sum(axis=1), exactly=False) if self.documents else None
+        if self.documents is None or found is None:
+            return None
+        rows, dealt = self.documents.rows, []
+        for node, of_ranks in enumerate(tokens):
+            mine = found.bin == node
+            parts = Documents.between(rows, found.begin[mine], found.end[mine])
+            shares = np.stack([of_ranks, np.zeros_like(of_ranks)], axis=1)
+            pieces = deal(rows, *parts.piles((BY_TURNS, FALLING)), shares, self.problem.engine)
+            dealt.append(pieces + np.array([0, 0, node * per_node]))
+        return assignment_of(np.concatenate(dealt), int(self.problem.edges[-1]))
+
+
+def _tokens(problem: DispatchProblem) -> np.ndarray:
+    """Tokens of each rank ``[cp]``."""
+    seq_len, cp_size = int(problem.edges[-1]), problem.cp_size
+    return np.diff(seq_len * np.arange(cp_size + 1) // cp_size)
+
+
+def _documents_of(problem: DispatchProblem) -> Documents | None:
+    """Documents of the sequence; None where queries travel, whose work falls on others."""
+    if len(problem.travelling) or len(problem.slices) > MOST_SLICES:
+        return None
+    edges = document_edges(problem.slices, int(problem.edges[-1]))
+    return Documents.of(RowAreas.of(problem.slices, edges), edges)
+
+
+def pack(documents: Documents, tokens: np.ndarray, exactly: bool) -> Bins | None:
+    """Whole documents in bins of so many ``tokens [N]`` and of equal area; None where some do not fit.
+
+    Args:
+        documents: all of the sequence.
+        tokens: of each bin.
+        exactly: look for bins that no document need be cut for, else for those of most equal area.
+    """
+    number = len(tokens)
+    if number < 2 or not FEWEST * number <= len(documents.area) <= MOST_DOCUMENTS:
+        return None
+    if int(tokens.max()) > MOST_TOKENS:
+        return None
+    fitting = _cut_fronts(documents, number, 1.0 if exactly else TOO_HEAVY)
+    if fitting is None or fitting.size.max() > tokens.min():
+        return None
+    documents = fitting
+    light = _fillers(documents, number)
+    contents = Contents(documents.size, _weights(documents, light), light, tokens)
+    contents.fill()
+    if exactly:
+        contents.settle()
+    else:
+        contents.even_out()
+    if contents.overload > MOST_OVER:
+        return None
+    return _cut_evenly(documents, contents)
+
+
+def _fillers(documents: Documents, number: int) -> np.ndarray:
+    """Which documents even tokens of ``number`` bins out: those whose rows see fewest keys, bool ``[D]``."""
+    order = np.argsort(documents.area / documents.size, kind="stable")
+    before = np.cumsum(documents.size[order]) - documents.size[order]
+    light = np.zeros(len(order), bool)
+    light[order[before <= documents.size.sum() // max(FILLERS, number // 4)]] = True
+    return light
+
+
+def _weights(documents: Documents, fillers: np.ndarray) -> np.ndarray:
+    """Areas less what as many rows of ``fillers`` have ``[D]``."""
+    area, rows = int(documents.area[fillers].sum()), int(documents.size[fillers].sum())
+    return documents.area - area * documents.size // rows
+
+
+def _cut_fronts(documents: Documents, number: int, most: float) -> Documents | None:
+    """Documents that are too heavy for one of ``number`` bins in two parts; None if any is more than ``most``
+    times a bin, or its front is as heavy as its end.
+    """
+    fillers = _fillers(documents, number)
+    weight = _weights(documents, fillers)
+    share = int(weight.sum()) // number
+    heavy = np.flatnonzero(weight > share)
+    if not len(heavy):
+        return documents
+    begin, end, folded = documents.table[heavy].T
+    if not folded.all() or int(weight.max()) > most * share:
+        return None
+    # Rows see more and more keys: as few of the first as leave the rest no heavier than a bin.
+    area, rows = int(documents.area[fillers].sum()), int(documents.size[fillers].sum())
+    before, wanted = documents.rows.before(begin), (weight - share)[heavy]
+    low, high = begin.copy(), end.copy()
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        front = documents.rows.before(middle) - before - area * (middle - begin) // rows
+        enough = front >= wanted
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    kept = np.delete(documents.table[:, :2], heavy, axis=0)
+    both = np.concatenate([kept, np.stack([begin, high], 1), np.stack([high, end], 1)])
+    both = both[both[:, 0] < both[:, 1]]
+    both = both[np.argsort(both[:, 0])]
+    return Documents.between(documents.rows, both[:, 0], both[:, 1])
+
+
+def _cut_evenly(documents: Documents, contents: Contents) -> Bins | None:
+    """Rows of every bin; the lightest of bins with too many tokens go to those with too few. None where that
+    takes more than the documents of a bin.
+    """
+    begin, end = documents.table[:, 0].tolist(), documents.table[:, 1].tolist()
+    density = (documents.area / documents.size).tolist()
+    rows: list[tuple[int, int, int]] = []
+    spare: list[tuple[int, int]] = []
+    for i, held in enumerate(contents.held):
+        give = -contents.left[i]
+        for document in sorted(held, key=lambda d: (density[d], d)):
+            first, last = begin[document], end[document]
+            cut = min(max(give, 0), last - first)
+            if cut:
+                spare.append((last - cut, last))
+                give -= cut
+            if first < last - cut:
+                rows.append((first, last - cut, i))
+        if give > 0:
+            return None
+    for i, need in enumerate(contents.left):
+        while need > 0:
+            first, last = spare.pop()
+            taken = min(need, last - first)
+            rows.append((first, first + taken, i))
+            need -= taken
+            if first + taken < last:
+                spare.append((first + taken, last))
+    table = np.array(sorted(rows, key=lambda row: (row[2], row[0])), np.int64)
+    return Bins(*table.T)
