@@ -22,8 +22,9 @@ from scaling.work import ADDING, HEAD_DIM, PARTIAL, Piece
 BLOCK = 192  # pieces between two looks at the pace of the card
 SLOW = 0.8  # of the fastest pace that was seen; what was timed below is timed again, or not used
 WARM_US = 250e3  # of calls before the first timed one of a block, which follows a pause
-LEAD_US, TIMED_US = 15e3, 2e3  # of calls of a piece, untimed until the pace is theirs, then timed
-LONG_US = 60e3  # a call from here on needs no others before it than one of its own
+LEAD_US, TIMED_US = 10e3, 10e3  # of calls of a piece, untimed until the pace is theirs, then timed
+LONG_US = 60e3  # a call from here on needs no others before it, among calls like it
+HOST_CALLS, HOST_SAMPLES = 9, 15  # by which the host's part of a sequence of calls is found
 VISITS = 2  # to a piece, in one order and back
 POOL = 1 << 24  # different numbers in an operand, which repeats them
 MOST_BYTES = 48 << 30  # of operands that are kept for later blocks
@@ -51,7 +52,9 @@ def time_orders(
         bench.compile((*orders[key], table) for key, table in tables.items())
         tables = jax.block_until_ready(jax.device_put(tables))
         pace = [_pace()]
-        bench.warm(orders[block[0]].piece, tables[block[0]])
+        shortest = min(block, key=lambda key: orders[key].piece.area)
+        bench.warm(orders[shortest].piece, tables[shortest])
+        ready = time.perf_counter() - started
         times: dict[str, dict[str, list[float]]] = {}
         for key, which in _walk(block, orders):
             if time.perf_counter() - started > budget_s:
@@ -68,8 +71,8 @@ def time_orders(
                 "matmul": min(pace),
             }
         used = time.perf_counter() - started
-        print(f"{len(found)} of {len(orders)}, {used:.0f} s, {bench.programs} programs,"
-              f" matmul {pace[0]:.0f} to {pace[1]:.0f}", flush=True)  # fmt: skip
+        print(f"{len(found)} of {len(orders)}, {ready:.0f} to {used:.0f} s, {bench.programs} programs,"
+              f" matmul {pace[0]:.0f} to {pace[1]:.0f}, host {bench.host_us:.0f} us", flush=True)  # fmt: skip
         if not waiting:  # again what was timed while the card was slow
             waiting = [key for key, t in found.items() if t["matmul"] < SLOW * fastest]
             waiting = waiting if used < budget_s and len(waiting) < len(found) else []
@@ -111,6 +114,9 @@ class Bench:
         self.made: dict[tuple, Callable] = {}
         self.pool = np.random.default_rng(0).standard_normal(POOL, np.float32)
         self.values: dict[str, np.ndarray] = {}
+        self.lse: dict[str, jax.Array] = {}
+        self.ran: set[tuple] = set()
+        self.host_us = 0.0
 
     @property
     def programs(self) -> int:
@@ -128,24 +134,43 @@ class Bench:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             compiled = pool.map(lambda found: self._compile(*found), new.values())
             self.made.update(zip(new, compiled, strict=True))
+        self.lse.clear()
         if sum(array.nbytes for array in self.arrays.values()) > MOST_BYTES:
             self.arrays.clear()
 
     def measure(self, piece: Piece, which: str, table: SliceTable | None = None) -> float:
-        """Microseconds of a pass; ``table`` is what `device_table` gives, if it is there."""
-        table = device_table(piece) if table is None else table
-        self.compile([(piece, (which,), table)])
-        return mean_us(self._calls(piece, table)[which])
+        """Microseconds of a pass among calls of it back to back; ``table`` is what `device_table` gives, and
+        its programs are there, where it is given.
+        """
+        if table is None:
+            table = device_table(piece)
+            self.compile([(piece, (which,), table)])
+            self.warm(piece, table)
+        call = self._call(piece, which, table)
+        if (program := (which, *_kind(piece, table))) not in self.ran:
+            run_us(call, 1)  # loads what it needs
+            self.ran.add(program)
+        once = max(run_us(call, 1) - self.host_us, 1.0)
+        if once > LONG_US:
+            return once
+        run_us(call, max(int(LEAD_US / once), 1))
+        count = max(int(TIMED_US / once), 1)
+        return max(run_us(call, count) - self.host_us, 1.0) / count
 
     def warm(self, piece: Piece, table: SliceTable) -> None:
-        """Keeps the card busy with a piece until its pace has settled."""
-        run_forward = self._calls(piece, table)["forward"]
+        """Keeps the card busy with a short piece until its pace has settled, and finds what the host takes to
+        begin a sequence of calls and to see its end.
+        """
+        call = self._call(piece, "forward", table)
         started = time.perf_counter()
         while (time.perf_counter() - started) * 1e6 < WARM_US:
-            jax.block_until_ready(run_forward())
+            run_us(call, HOST_CALLS)
+        pairs = [(run_us(call, 1), run_us(call, HOST_CALLS)) for _ in range(HOST_SAMPLES)]
+        each = [(HOST_CALLS * one - many) / (HOST_CALLS - 1) for one, many in pairs]
+        self.host_us = max(statistics.median(each), 0.0)
 
-    def _calls(self, piece: Piece, table: SliceTable) -> dict[str, Callable]:
-        """Calls of both passes, by programs that are there."""
+    def _call(self, piece: Piece, which: str, table: SliceTable) -> Callable:
+        """A call of a pass, by programs that are there; what the backward pass reads is made before."""
         forward, backward = (
             self.made.get((w, *_kind(piece, table))) for w in ("forward", "backward")
         )
@@ -153,22 +178,23 @@ class Bench:
         operands = self._operands(piece, table, self._array)
         # What a call adds to is given away each time, as inside a step, where it is never copied.
         out, dq = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _sums(piece, operands))
-        state: dict[str, Any] = {"lse": None, "out": out, "dq": dq}
+        state: dict[str, Any] = {"out": out, "dq": dq}
 
         def run_forward():
             result = forward(operands, table, state["out"])
-            state["lse"] = result[1]
             state["out"] = None if out is None else result[:2]
             return result
 
         def run_backward():
-            if state["lse"] is None:
-                run_forward()
-            result = backward(operands, state["lse"], table, state["dq"])
+            result = backward(operands, self.lse[piece.key], table, state["dq"])
             state["dq"] = None if dq is None else result[0]
             return result
 
-        return {"forward": run_forward, "backward": run_backward}
+        if which == "forward":
+            return run_forward
+        if piece.key not in self.lse:
+            self.lse[piece.key] = run_forward()[1]
+        return run_backward
 
     def _operands(self, piece: Piece, table: SliceTable, make: Callable) -> Operands:
         q_shape = table.q_len, piece.heads, HEAD_DIM
@@ -253,30 +279,16 @@ def _roomy(size: int) -> int:
     return power
 
 
-def mean_us(call: Callable) -> float:
-    """Microseconds of a call among back-to-back ones, right after others that are not timed.
-
-    What the host takes to begin and to see the end is in one call as in many, and taken out.
-    """
-
-    def run(count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            result = call()
-        jax.block_until_ready(result)
-        return (time.perf_counter() - start) * 1e6
-
-    run(1)  # the backward pass has a forward one before it
-    once = run(1)
-    if once > LONG_US:
-        return once
-    run(max(int(LEAD_US / once), 1))
-    count = max(int(TIMED_US / once), 1)
-    pairs = [(run(1), run(count + 1)) for _ in range(2)]
-    return statistics.mean(many - one for one, many in pairs) / count
+def run_us(call: Callable, count: int) -> float:
+    """Microseconds until so many calls, issued one after the other, are done."""
+    start = time.perf_counter()
+    for _ in range(count):
+        result = call()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) * 1e6
 
 
 def call_seconds(us: float) -> float:
     """What it takes to time a call of so many microseconds, in all visits."""
-    calls = 2 * us if us > LONG_US else 2 * us + max(LEAD_US, us) + 2 * (2 * us + max(us, TIMED_US))
+    calls = us if us > LONG_US else us + max(LEAD_US, us) + max(TIMED_US, us)
     return VISITS * calls / 1e6

@@ -112,8 +112,9 @@ def test_a_fit_gives_back_what_follows_its_features(problem, rng):
 
 @pytest.mark.parametrize("result", ["final", "first", "merged", "late"])
 def test_calls_of_every_kind_are_timed(result, monkeypatch):
-    for name in ("LEAD_US", "TIMED_US"):
+    for name in ("LEAD_US", "TIMED_US", "WARM_US"):
         monkeypatch.setattr(measure, name, 2e4)
+    monkeypatch.setattr(measure, "HOST_SAMPLES", 2)
     piece = Piece(masks.causal(128).slices.astype(np.int32), 128, 128, 2, 1, result)
     bench = measure.Bench(get_implementation("cpu"))
     assert bench.measure(piece, "forward") > 0
