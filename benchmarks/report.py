@@ -106,6 +106,12 @@ def sections() -> list[tuple[str, str, str, Callable[[dict], list[str]]]]:
             report_ranks.rivals,
         ),
         (
+            "Group collectives between two GPUs",
+            "collectives_h200.json",
+            f"{python}collectives.py",
+            report_ranks.collectives,
+        ),
+        (
             "8 to 64 GPUs, simulated",
             "scaling.json",
             f"{python}scaling simulate",

@@ -59,3 +59,30 @@ def distributed(stored: dict) -> list[str]:
         "",
         *table(head, body),
     ]
+
+
+def collectives(stored: dict) -> list[str]:
+    """Casts and reduces by transport, blocks and size of pieces, beside XLA's collectives."""
+    rows = [row for row in stored["rows"] if "gb_per_s" in row and "how" not in row]
+    moved = [row for row in rows if "piece_kib" in row]
+    calls, pieces = distinct(moved, "call"), sorted(distinct(moved, "piece_kib"))
+    ways = dict.fromkeys(tuple(map(row.get, ("transport", "placement", "blocks"))) for row in moved)
+    body = []
+    for way in ways:
+        rates = {
+            (row["call"], row["piece_kib"]): f"{row['gb_per_s']:.0f}"
+            for row in moved
+            if tuple(map(row.get, ("transport", "placement", "blocks"))) == way
+        }
+        cells = [rates.get((call, kib), "") for call in calls for kib in pieces]
+        body.append([*("" if part is None else part for part in way), *cells])
+    head = [f"{call}, {kib} KiB" for call in calls for kib in pieces]
+    others = [f"{row['call']} {row['gb_per_s']:.0f}" for row in rows if "piece_kib" not in row]
+    return [
+        f"GB/s that each of {stored['ranks']} GPUs receives while it sends as much, rows of 2 KiB in pieces of"
+        " this size in random order. XLA's collectives and copies between the same GPUs, which move equal"
+        f" blocks as they lie: {', '.join(others) or 'not timed'}.",
+        *(["", stored["note"]] if "note" in stored else []),
+        "",
+        *table(["transport", "operands", "blocks", *head], body),
+    ]

@@ -142,3 +142,16 @@ def test_strategies_on_real_devices_are_compared_and_named():
     lines = report_ranks.distributed({"ranks": 2, "rows": [single, ours]})
     expected = "| full | 64:8 | 8192 | native | 610 | 604 (0.990) | 520 | 500 (0.960) |"
     assert expected in lines
+
+
+def test_collectives_have_a_column_for_each_size_of_piece():
+    rows = [
+        {"call": "group_cast", "transport": "native", "placement": "direct", "blocks": 16,
+         "piece_kib": kib, "gb_per_s": rate} for kib, rate in ((64, 320.4), (1024, 331.6))
+    ]  # fmt: skip
+    rows.append({"call": "group_cast", "transport": "portable", "piece_kib": 1024, "gb_per_s": 166})
+    rows += [{"call": "ppermute", "gb_per_s": 287.3}, {"call": "ragged_all_to_all", "error": "no"}]
+    lines = report_ranks.collectives({"ranks": 2, "rows": rows})
+    assert "| native | direct | 16 | 320 | 332 |" in lines
+    assert "| portable |  |  |  | 166 |" in lines
+    assert "lie: ppermute 287." in lines[0]
