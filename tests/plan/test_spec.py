@@ -12,6 +12,7 @@ from test_make_plan import square_masks, varlen_causal
 
 from magi_jax import masks
 from magi_jax.plan import PlanConfig, bucket, make_plan
+from magi_jax.solver.cost.model import CostModel
 
 CONFIG = PlanConfig(chunk_size=8, tile_size=16, overlap=2)
 
@@ -207,16 +208,24 @@ def test_tables_get_more_room_than_buffers():
 
 def test_a_union_serves_masks_that_take_other_ways():
     """Late queries in both directions, forward alone, or stages: each mask fits as it was planned."""
+    model = CostModel(
+        link_gbps=311.0,
+        memory_gbps=1460.0,
+        latency_us=45.0,
+        launch_us=45.0,
+        backward_launch_us=200.0,
+    )
+    config = PlanConfig(seq_len=32_768, cost_model=model)
     ways = set()
     mask_of = {n: varlen_causal([n] * (32_768 // n)) for n in (600, 3_000, 16_000)}
-    plans = {n: make_plan(mask, 8, PlanConfig(seq_len=32_768)) for n, mask in mask_of.items()}
+    plans = {n: make_plan(mask, 8, config) for n, mask in mask_of.items()}
     for plan in plans.values():
         ways.add((plan.late is not None, plan.backward_stages.late is not None))
     assert ways == {(True, True), (True, False), (False, False)}
     for some in itertools.combinations(mask_of, 2):
         union = plans[some[0]].spec.union(plans[some[1]].spec)
         for n in some:
-            assert make_plan(mask_of[n], 8, spec=union).spec == union
+            assert make_plan(mask_of[n], 8, config, spec=union).spec == union
 
 
 def test_rolls_get_room_for_more_pieces():
