@@ -79,8 +79,8 @@ def collectives(stored: dict) -> list[str]:
     head = [f"{call}, {kib} KiB" for call in calls for kib in pieces]
     others = [f"{row['call']} {row['gb_per_s']:.0f}" for row in rows if "piece_kib" not in row]
     return [
-        f"GB/s that each of {stored['ranks']} GPUs receives while it sends as much, rows of 2 KiB in pieces of"
-        " this size in random order. XLA's collectives and copies between the same GPUs, which move equal"
+        f"GB/s that each of {stored['ranks']} GPUs receives while it sends as much, rows of 2 KiB in pieces"
+        " of this size in random order. XLA's collectives and copies between the same GPUs, which move equal"
         f" blocks as they lie: {', '.join(others) or 'not timed'}.",
         *(["", stored["note"]] if "note" in stored else []),
         "",
