@@ -22,7 +22,8 @@ from scaling.work import ADDING, HEAD_DIM, PARTIAL, Piece
 BLOCK = 192  # pieces between two looks at the pace of the card
 SLOW = 0.8  # of the fastest pace that was seen; what was timed below is timed again, or not used
 WARM_US = 250e3  # of calls before the first timed one of a block, which follows a pause
-LEAD_US, TIMED_US = 10e3, 10e3  # of calls of a piece, untimed until the pace is theirs, then timed
+LEAD_US, TIMED_US = 8e3, 8e3  # of calls of a piece, untimed until the pace is theirs, then timed
+FILL_US = 5e3  # of calls behind those, while the host sees to the next
 LONG_US = 60e3  # a call from here on needs no others before it, among calls like it
 HOST_CALLS, HOST_SAMPLES = 9, 15  # by which the host's part of a sequence of calls is found
 VISITS = 2  # to a piece, in one order and back
@@ -37,10 +38,10 @@ def time_orders(
 
     A card at rest runs up to 15 % faster for a tenth of a second than it can at the limit of its power, so
     a call of 20 ms would seem faster than the same work in one of 200 ms. Pieces are timed on a card that
-    does not rest, each after untimed calls of its own. In a block, calls that should run at like rates
-    follow on each other, in one direction and then in the other: neighbours leave each other the pace that
-    is theirs, and what drifts does so for all. A matrix product between blocks tells whether others used
-    the card.
+    does not rest, each after untimed calls of its own, and before others that keep the card busy while the
+    host sees to the next piece. In a block, calls that should run at like rates follow on each other, in one
+    direction and then in the other: neighbours leave each other the pace that is theirs, and what drifts
+    does so for all. A matrix product between blocks tells whether others used the card.
     """
     started = time.perf_counter()
     bench = Bench(get_implementation(implementation))
@@ -147,15 +148,20 @@ class Bench:
             self.compile([(piece, (which,), table)])
             self.warm(piece, table)
         call = self._call(piece, which, table)
-        if (program := (which, *_kind(piece, table))) not in self.ran:
-            run_us(call, 1)  # loads what it needs
-            self.ran.add(program)
+        first = max(run_us(call, 1) - self.host_us, 1.0)
+        ran = (program := (which, *_kind(piece, table))) in self.ran
+        self.ran.add(program)
+        if first > LONG_US and ran:  # what was issued before was but a small part of it
+            return first
         once = max(run_us(call, 1) - self.host_us, 1.0)
         if once > LONG_US:
             return once
         run_us(call, max(int(LEAD_US / once), 1))
         count = max(int(TIMED_US / once), 1)
-        return max(run_us(call, count) - self.host_us, 1.0) / count
+        us = max(run_us(call, count) - self.host_us, 1.0) / count
+        for _ in range(int(FILL_US / us)):
+            call()
+        return us
 
     def warm(self, piece: Piece, table: SliceTable) -> None:
         """Keeps the card busy with a short piece until its pace has settled, and finds what the host takes to
@@ -290,5 +296,5 @@ def run_us(call: Callable, count: int) -> float:
 
 def call_seconds(us: float) -> float:
     """What it takes to time a call of so many microseconds, in all visits."""
-    calls = us if us > LONG_US else us + max(LEAD_US, us) + max(TIMED_US, us)
+    calls = us if us > LONG_US else 2 * us + max(LEAD_US, us) + max(TIMED_US, us) + FILL_US
     return VISITS * calls / 1e6
