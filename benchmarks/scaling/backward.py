@@ -27,9 +27,11 @@ def backward_us(work: Work, times: Times, moves: Moves, machine: Machine) -> flo
     if travels:
         busy = np.maximum(busy, moves.travel_out) + times.travel_backward
         back = np.maximum(back, busy) + moves.travel_back
-    # A last sum is one with the way to bfloat16: of dQ that travelled, and of dK and dV, of which few are.
-    last_us = (4 * (1 + travels) + 2) * elements(work.rows) / machine.memory
-    last_us += (4 * (1 + remote) + 2) * 2 * work.rows * NUM_KV_HEADS * HEAD_DIM / machine.memory
+    last_us = 0.0
+    if remote or travels:  # a call that is alone writes bfloat16
+        # A last sum is one with the way to bfloat16: of dQ that travelled, and of few dK and dV.
+        last_us += (4 * (1 + travels) + 2) * elements(work.rows) / machine.memory
+        last_us += (4 * (1 + remote) + 2) * 2 * work.rows * NUM_KV_HEADS * HEAD_DIM / machine.memory
     return float(np.maximum(busy, back).max()) + last_us
 
 

@@ -150,7 +150,7 @@ def simulate(args) -> None:
         # What every strategy does beside kernels and transfers, and hides behind neither.
         "unhidden_us": {
             "forward": 0.0,
-            "backward": round(tail_us(args.tokens_per_rank, machine), 1),
+            "backward": round(tail_us(args.tokens_per_rank, machine, parts=False), 1),
         },
         "rows": rows,
     }

@@ -79,6 +79,8 @@ def cast_us(rows: int, machine: Machine) -> float:
     return (4 + 2) * elements(rows) / machine.memory
 
 
-def tail_us(rows: int, machine: Machine) -> float:
-    """``delta`` from ``out`` and ``dout``, and dQ to bfloat16."""
-    return 4 * elements(rows) / machine.memory + cast_us(rows, machine)
+def tail_us(rows: int, machine: Machine, parts: bool) -> float:
+    """``delta`` from ``out`` and ``dout``; and dQ to bfloat16 where it is a sum of parts: a call by itself
+    writes it so.
+    """
+    return 4 * elements(rows) / machine.memory + (cast_us(rows, machine) if parts else 0.0)

@@ -234,6 +234,7 @@ class Bench:
     def _make(self, result: str) -> tuple:
         options = {"scale": HEAD_DIM**-0.5, "logits_soft_cap": 0.0}
         dtype = jnp.float32 if result in PARTIAL else jnp.bfloat16
+        dq_dtype = jnp.bfloat16 if result == "final" else jnp.float32
 
         def forward(x: Operands, table, out):
             return self.implementation.forward(
@@ -243,7 +244,7 @@ class Bench:
         def backward(x: Operands, lse, table, dq):
             return self.implementation.backward(
                 x.dout, x.q, x.k, x.v, lse, x.delta, table,
-                dkv_dtype=dtype, accumulate=dq, **options,
+                dkv_dtype=dtype, dq_dtype=dq_dtype, accumulate=dq, **options,
             )  # fmt: skip
 
         return jax.jit(forward, donate_argnums=2), jax.jit(backward, donate_argnums=3)

@@ -28,7 +28,7 @@ def step_us(name: str, work: Work, times: Times, num_ranks: int, machine: Machin
         }
     if isinstance(strategy, strategies.AllGather):
         gather = gather_us(num_ranks, work.rows, machine)
-        tail = tail_us(work.rows, machine)
+        tail = tail_us(work.rows, machine, parts=False)
         return {
             "forward": gather + times.forward.max(),
             # Gathered again, and summed back to the owners.
@@ -51,7 +51,9 @@ def step_us(name: str, work: Work, times: Times, num_ranks: int, machine: Machin
     )
     return {
         "forward": schedule.simulate(forward).predicted_us,
-        "backward": schedule.simulate(backward).predicted_us + tail_us(work.rows, machine),
+        # A row is in one level: the call of that level writes its dQ.
+        "backward": schedule.simulate(backward).predicted_us
+        + tail_us(work.rows, machine, parts=False),
     }
 
 

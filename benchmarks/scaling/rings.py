@@ -94,4 +94,4 @@ def _ring_backward_us(strategy, work: Work, kernels: np.ndarray, machine: Machin
         home = np.maximum(home, passed)
         if outer > 1:
             home = home[outer_before] + outer_hop
-    return float(np.maximum(home, end).max()) + tail_us(work.rows, machine)
+    return float(np.maximum(home, end).max()) + tail_us(work.rows, machine, outer * inner > 1)

@@ -37,9 +37,9 @@ class Piece(NamedTuple):
         slices: tight rows ``[A, 6]``, int32.
         q_len, k_len: rows of the queries and of the keys.
         heads, kv_heads: of the call.
-        result: "final", `out`, dK and dV in bfloat16; "first" of several calls, in float32; "merged", the
-            same added by the kernel itself to those of earlier calls, in the backward pass dQ alone; "late",
-            added likewise, in bfloat16.
+        result: "final", `out` and all gradients in bfloat16; "first" of several calls, in float32; "merged",
+            the same added by the kernel itself to those of earlier calls, in the backward pass dQ alone;
+            "late", added likewise, in bfloat16.
     """
 
     slices: np.ndarray
