@@ -1,6 +1,8 @@
 """`make_plan`: from a mask to an `AttentionPlan`."""
 
+import dataclasses
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -21,6 +23,8 @@ from magi_jax.solver.work.join import join_diagonals
 # What `chunk_size=None` aims for: enough chunks to balance with, each long enough to move well.
 CHUNKS_PER_RANK = 8
 MIN_CHUNK, MAX_CHUNK = 128, 1024
+# Predicted times that differ by less tell nothing: what is simulated is off by as much and more.
+CLEARLY = 0.98
 
 
 def make_plan(
@@ -58,15 +62,57 @@ def make_plan(
     slices = join_diagonals(mask.slices, config.engine)
     ranges = travelling_ranges(config.travelling, slices, frame, machine, spec)
     problem = _problem(slices, ranges, frame, config)
-    layout = dispatch.make_layout(STRATEGIES[config.dispatch](problem), frame.cp_size)
-    work = settle_work(
-        slices, ranges, layout, Keys(layout, frame.local_len), machine, config.engine,
-        may_stay=config.travelling == "auto",
-    )  # fmt: skip
-    dispatched, rolls = lay_out_dispatch(layout, frame, spec, config.engine)
-    tables = lay_out_work(work, frame, config.overlap, spec, machine)
-    planning_ms = (time.perf_counter() - started) * 1e3
-    return assemble(frame, dispatched, rolls, tables, planning_ms)
+
+    def lay_out(layout: dispatch.Layout) -> AttentionPlan:
+        work = settle_work(
+            slices, ranges, layout, Keys(layout, frame.local_len), machine, config.engine,
+            may_stay=config.travelling == "auto",
+        )  # fmt: skip
+        dispatched, rolls = lay_out_dispatch(layout, frame, spec, config.engine)
+        tables = lay_out_work(work, frame, config.overlap, spec, machine)
+        planning_ms = (time.perf_counter() - started) * 1e3
+        return assemble(frame, dispatched, rolls, tables, planning_ms)
+
+    layouts = _layouts(problem, config.dispatch)
+    if len(layouts) == 1:
+        return lay_out(layouts[0])
+    plan = _take(layouts, lay_out, config)
+    return dataclasses.replace(plan, planning_ms=(time.perf_counter() - started) * 1e3)
+
+
+def _layouts(problem: dispatch.DispatchProblem, strategy: str) -> list[dispatch.Layout]:
+    """Layouts to choose from, the one that moves fewer rows first."""
+    efforts = (
+        ["high", "fast"] if (strategy, problem.effort) == ("balanced", "high") else [problem.effort]
+    )
+    layouts = [
+        dispatch.make_layout(STRATEGIES[strategy](problem._replace(effort=effort)), problem.cp_size)
+        for effort in efforts
+    ]
+    same = all(map(np.array_equal, layouts[0][:3], layouts[-1][:3]))
+    return layouts[:1] if same else layouts
+
+
+def _take(
+    layouts: list[dispatch.Layout],
+    lay_out: Callable[[dispatch.Layout], AttentionPlan],
+    config: PlanConfig,
+) -> AttentionPlan:
+    """The plan of the first layout, unless another is predicted to be faster by more than predictions can
+    tell; of those that fit.
+    """
+    plans, problems = [], []
+    for layout in layouts:
+        try:
+            plans.append(lay_out(layout))
+        except ValueError as problem:
+            problems.append(problem)
+    if not plans:
+        raise problems[0]
+    node = config.machine.node_of(layouts[0].cp_size)
+    times_us = [plan.report(config.cost_model, node).predicted_us for plan in plans]
+    fastest = int(np.argmin(times_us))
+    return plans[fastest if times_us[fastest] < times_us[0] * CLEARLY else 0]
 
 
 def _require(name: str, value: object, kind: type) -> None:
