@@ -9,7 +9,7 @@ kernel in which thread blocks take turns.
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,20 @@ from magi_jax.plan import SliceTable
 
 _LOWEST_CAPABILITY = (8, 0)
 _ONLY_CAPABILITY = {"sm90": (9, 0), "sm90_ordered": (9, 0)}
+
+
+class BackwardItems(NamedTuple):
+    """Into how many items, of each kv head, a Hopper backward dealt its work out, int32 scalars.
+
+    Attributes:
+        tiles: tiles of keys, or parts of them by heads; 0 where another kernel took them.
+        documents: short documents that are walked whole.
+        segments: tiles whose walk is cut into segments of queries.
+    """
+
+    tiles: jax.Array
+    documents: jax.Array
+    segments: jax.Array
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,30 @@ class CudaImplementation(base.Implementation):
         kernel, _ = self._choose("backward", *case, dq_dtype != jnp.float32)
         tensors, dtypes = (dout, q, k, v, lse, delta), (dq_dtype, dtype)
         return ffa_calls.backward(kernel, tensors, table, dtypes, accumulate, **options)
+
+    def backward_items(
+        self, *tensors: jax.Array, table: SliceTable, dq_dtype: Any, **options: float
+    ) -> BackwardItems:
+        """Which kernels of path ``sm90`` a backward call ran, for tests: the device decides by the table.
+
+        Args:
+            tensors: ``dout, q, k, v, lse, delta`` of `backward`, whose dk and dv have the dtype of k.
+            table: the mask.
+            dq_dtype: of `backward`.
+            options: ``scale`` and ``logits_soft_cap``.
+
+        Raises:
+            NotImplementedError: another path serves the call.
+        """
+        _, q, k, v, _, _ = tensors
+        case = (q, k, v, table, k.dtype, options["logits_soft_cap"])
+        kernel, _ = self._choose("backward", *case, dq_dtype != jnp.float32)
+        if not kernel.suffix.startswith("_sm90"):
+            raise NotImplementedError(f"path {kernel.suffix[1:]} has one kernel for all masks")
+        dtypes = (jnp.dtype(dq_dtype), k.dtype)
+        *_, scratch = ffa_calls.backward_results(kernel, tensors, table, dtypes, None, **options)
+        # Words of `Counter` in backward_params.h.
+        return BackwardItems(scratch[1], scratch[2], scratch[4])
 
     def describe(
         self, q: Any, k: Any, v: Any, table: SliceTable, logits_soft_cap: float = 0.0

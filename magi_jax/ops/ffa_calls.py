@@ -68,10 +68,24 @@ def backward(
 
     ``dtypes`` are those of dq, and of dk and dv.
     """
+    kept = None
+    if accumulate is not None and accumulate.dtype != jnp.float32 and not kernel.rounds_dq:
+        accumulate, kept = None, accumulate
+    dq, dk, dv, *_ = backward_results(kernel, tensors, table, dtypes, accumulate, **options)
+    dq = dq.astype(dtypes[0])
+    return dq if kept is None else base.write_tiles(dq, kept, table), dk, dv
+
+
+def backward_results(
+    kernel: Kernel,
+    tensors: tuple[jax.Array, ...],
+    table: SliceTable,
+    dtypes: tuple[Any, Any],
+    accumulate: jax.Array | None,
+    **options: float,
+) -> list[jax.Array]:
+    """All results of a backward target, scratch too; dq in float32 where the kernel does not round it."""
     _, q, k, v, _, _ = tensors
-    replaced = None
-    if accumulate is not None and accumulate.dtype != jnp.float32:
-        accumulate, replaced = None, accumulate
     added_to = () if accumulate is None else (accumulate,)
     operands = mesh.unify_varying(*tensors, table.slices, *table.by_query, *table.by_key, *added_to)
     dq_dtype, dkv_dtype = dtypes
@@ -79,9 +93,7 @@ def backward(
     results = ((q.shape, given), (k.shape, dkv_dtype), (v.shape, dkv_dtype))
     target = BACKWARD if accumulate is None else BACKWARD_ACCUMULATE
     aliases = None if accumulate is None else {len(operands) - 1: 0}
-    dq, dk, dv, *_ = _call(target, kernel, operands, results, aliases, table, options)
-    dq = dq.astype(dq_dtype)
-    return dq if replaced is None else base.write_tiles(dq, replaced, table), dk, dv
+    return _call(target, kernel, operands, results, aliases, table, options)
 
 
 def _call(target, kernel, operands, results, aliases, table, options):

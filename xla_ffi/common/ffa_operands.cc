@@ -223,7 +223,13 @@ ffi::Error DecodeGradients(bool rounds_dq, ffi::AnyBuffer k, ffi::AnyBuffer dq, 
 
 ffi::Error DecodeEarlier(ffi::AnyBuffer dq_in, BackwardParams* params) {
   const Problem& problem = params->problem;
-  MAGI_JAX_RETURN_IF_ERROR(CheckF32("dq_in", dq_in));
+  if (params->dq_rounded == nullptr) {
+    MAGI_JAX_RETURN_IF_ERROR(CheckF32("dq_in", dq_in));
+  } else {
+    DType dtype;
+    MAGI_JAX_RETURN_IF_ERROR(DecodeDType("dq_in", dq_in, &dtype));
+    if (dtype != problem.dtype) return InvalidArgument("dq_in must have the dtype of dq");
+  }
   MAGI_JAX_RETURN_IF_ERROR(
       CheckShape("dq_in", dq_in, {problem.q_len, problem.num_heads, problem.head_dim}));
   params->accumulate = true;

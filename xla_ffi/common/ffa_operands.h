@@ -66,7 +66,8 @@ ffi::Error DecodeBackward(ffi::AnyBuffer dout, ffi::AnyBuffer q, ffi::AnyBuffer 
 // Paths that round dq take it in float32 or in the dtype of q.
 ffi::Error DecodeGradients(bool rounds_dq, ffi::AnyBuffer k, ffi::AnyBuffer dq, ffi::AnyBuffer dk,
                            ffi::AnyBuffer dv, BackwardParams* params);
-// The gradient that dq is added to, likewise.
+// The gradient that dq is added to, or whose tiles it replaces where it has the dtype of q;
+// likewise.
 ffi::Error DecodeEarlier(ffi::AnyBuffer dq_in, BackwardParams* params);
 
 ffi::Error DecodeSlices(ffi::AnyBuffer buffer, Problem* problem, const Slice** slices);

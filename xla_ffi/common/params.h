@@ -78,7 +78,7 @@ struct BackwardParams {
   TileRuns by_key;
   float* dq;         // [T, N, H]; null where dq_rounded is wanted
   void* dq_rounded;  // [T, N, H] in the dtype of q; null: dq. Of paths that say that they have it
-  bool accumulate;   // dq is added to what is there
+  bool accumulate;   // dq is added to what is there; of dq_rounded, tiles that see no key stay
   void* dk;          // [S, K, H], dtype dkv_dtype
   void* dv;          // [S, K, Hv], dtype dkv_dtype
   DType dkv_dtype;

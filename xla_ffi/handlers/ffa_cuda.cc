@@ -218,7 +218,7 @@ ffi::Error BackwardAccumulate(cudaStream_t stream, Operand dout, Operand q, Oper
       DecodeTable(slices, {"by_query", q_ptr, q_runs, q_ids, q_order}, &params));
   MAGI_JAX_RETURN_IF_ERROR(DecodeTileRuns({"by_key", k_ptr, k_runs, k_ids, k_order},
                                           params.problem.k_len, tile_size, &params.by_key));
-  MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(false, k, *dq, *dk, *dv, &params));
+  MAGI_JAX_RETURN_IF_ERROR(DecodeGradients(Path::kRoundsDq, k, *dq, *dk, *dv, &params));
   MAGI_JAX_RETURN_IF_ERROR(DecodeEarlier(dq_in, &params));
   MAGI_JAX_RETURN_IF_ERROR(Bring(dq_in, *dq, stream));
   return RunBackward<Path>(params, scratch, stream);

@@ -125,6 +125,11 @@ ScratchLayout LayOutScratch(const Problem& problem, DType dkv_dtype, bool fixed_
   return at;
 }
 
+// Whether tiles of queries that see no key keep what the rounded dQ has; no dQ is added to then.
+bool KeepsTiles(const BackwardParams& backward) {
+  return backward.accumulate && backward.dq_rounded != nullptr;
+}
+
 BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
   const Problem& problem = backward.problem;
   char* const scratch = static_cast<char*>(backward.scratch);
@@ -134,8 +139,8 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
   BackwardKernelParams params{};
   params.slices = backward.slices;
   params.by_key = backward.by_key;
-  params.counter = reinterpret_cast<int*>(scratch);
-  params.num_items = params.counter + 1;
+  params.counter = reinterpret_cast<int*>(scratch) + kItemsTaken;
+  params.num_items = params.counter + kItems;
   params.lse = reinterpret_cast<float*>(scratch + at.lse);
   params.delta = reinterpret_cast<float*>(scratch + at.delta);
   params.suspects = reinterpret_cast<uint32_t*>(scratch + at.suspects);
@@ -148,8 +153,8 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
     params.first_queries = reinterpret_cast<int*>(scratch + at.first_queries);
   }
   if (MayBeDocuments(problem, backward.fixed_order, rounds_dq)) {
-    params.num_document_items = params.counter + 2;
-    params.document_counter = params.counter + 3;
+    params.num_document_items = params.counter + kDocumentItems;
+    params.document_counter = params.counter + kDocumentItemsTaken;
     // dQ itself is not used then.
     params.query_sums = reinterpret_cast<uint8_t*>(scratch + at.dq_sum);
     const size_t slot_bytes = sizeof(float) * BlockQueries(problem.head_dim) * problem.head_dim;
@@ -157,6 +162,10 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
         std::min<size_t>(QueryGradientBytes(problem) / (slot_bytes * kDocumentBlocks), kSumSlots));
   }
   params.dq_rounded = backward.dq_rounded;
+  if (KeepsTiles(backward)) {
+    params.query_ptr = backward.by_query.ptr;
+    params.query_tile_size = problem.tile_size;
+  }
   params.stat_rows = StatRows(problem.q_len);
   params.dk = backward.dk;
   params.dv = backward.dv;
@@ -177,8 +186,8 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
   params.section_items = kSectionItems;
   params.segment_queries = SegmentQueries(problem, backward.fixed_order);
   if (params.segment_queries < problem.q_len) {
-    params.num_cut_items = params.counter + 4;
-    params.cut_counter = params.counter + 5;
+    params.num_cut_items = params.counter + kCutItems;
+    params.cut_counter = params.counter + kCutItemsTaken;
   }
   params.least_item_blocks = kLeastItemBlocks;
   params.item_blocks = kItemBlocks;
@@ -202,10 +211,12 @@ cudaError_t Prepare(const BackwardParams& backward, const BackwardKernelParams& 
   const bool has_sums = problem.num_heads > problem.num_kv_heads;
   const bool clears_sums = has_sums && key_words + value_words <= kMostSumWords;
   const int64_t query_words = int64_t{problem.q_len} * problem.num_heads * problem.head_dim / 4;
+  const bool adds = backward.accumulate && !KeepsTiles(backward);
   const bool clears_queries = !backward.accumulate && query_words <= kMostQueryWords;
   // Documents do not use dQ.
-  const bool clears_by_plan = !clears_queries && params.num_document_items != nullptr;
-  if (!backward.accumulate && !clears_queries && !clears_by_plan) {
+  const bool clears_by_plan =
+      KeepsTiles(backward) || (!clears_queries && params.num_document_items != nullptr);
+  if (!adds && !clears_queries && !clears_by_plan) {
     const cudaError_t cleared = ClearGradient(backward.dq, DType::kF32, problem.q_len,
                                               problem.num_heads, problem.head_dim, stream);
     if (cleared != cudaSuccess) return cleared;
@@ -226,10 +237,9 @@ cudaError_t Prepare(const BackwardParams& backward, const BackwardKernelParams& 
   if (error != cudaSuccess || !(clears_split || clears_by_plan)) return error;
   const dim3 tiles(NumTiles(problem), MergeBlocks(NumTiles(problem)));
   const Zeros queries = {reinterpret_cast<float4*>(backward.dq), clears_by_plan ? query_words : 0};
-  ClearByPlan<<<tiles, kMergeThreads, 0, stream>>>(params, TileKeys(problem.head_dim),
-                                                   problem.head_dim, problem.v_head_dim,
-                                                   clears_split, queries);
-  return cudaGetLastError();
+  return LaunchNext(ClearByPlan, tiles, kMergeThreads, 0, stream, params,
+                    TileKeys(problem.head_dim), problem.head_dim, problem.v_head_dim, clears_split,
+                    queries);
 }
 
 // Sums to results.
@@ -241,10 +251,10 @@ cudaError_t Finish(const BackwardParams& backward, const BackwardKernelParams& p
   const auto kernel =
       problem.dtype == DType::kF16 ? FinishBackward<__half> : FinishBackward<__nv_bfloat16>;
   const dim3 tiles(NumTiles(problem), MergeBlocks(NumTiles(problem)));
-  kernel<<<tiles, kMergeThreads, 0, stream>>>(
-      params, TileKeys(problem.head_dim), problem.head_dim, problem.v_head_dim, has_sums,
-      reinterpret_cast<const float4*>(backward.dq), QueryGradientBytes(problem) / sizeof(float4));
-  return cudaGetLastError();
+  const auto* const sums = reinterpret_cast<const float4*>(backward.dq);
+  return LaunchNext(kernel, tiles, kMergeThreads, 0, stream, params, TileKeys(problem.head_dim),
+                    problem.head_dim, problem.v_head_dim, has_sums, sums,
+                    static_cast<int64_t>(QueryGradientBytes(problem) / sizeof(float4)));
 }
 
 }  // namespace
@@ -292,7 +302,7 @@ cudaError_t Backward(const BackwardParams& given, cudaStream_t stream) {
   const Problem& problem = backward.problem;
   const BackwardInstantiation* instantiation = Find(problem);
   if (instantiation == nullptr) return cudaErrorInvalidValue;
-  if (problem.k_len == 0 && backward.dq_rounded != nullptr) {
+  if (problem.k_len == 0 && backward.dq_rounded != nullptr && !backward.accumulate) {
     return ClearGradient(backward.dq_rounded, problem.dtype, problem.q_len, problem.num_heads,
                          problem.head_dim, stream);
   }

@@ -43,11 +43,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       BarrierInit(&shared.dout_full[i], 1);
       BarrierInit(&shared.dout_empty[i], Traits::kConsumerArrivals);
     }
-    for (int i = 0; i < Traits::kConsumers; ++i) {
+    for (int i = 0; i < Traits::kAllGradientPlaces; ++i) {
       BarrierInit(&shared.dq_full[i], Traits::kGroupArrivals);
       BarrierInit(&shared.dq_empty[i], Traits::kOrdered ? Traits::kProducerArrivals : 1);
       BarrierInit(&shared.sums_full[i], 1);
     }
+    for (int i = 0; i < Traits::kConsumers; ++i)
+      BarrierInit(&shared.ds_empty[i], Traits::kGroupArrivals);
     if constexpr (Traits::kPaired) {
       BarrierInit(&shared.pair.full, Traits::kGroupArrivals);
       BarrierInit(&shared.pair.empty, Traits::kGroupArrivals);
@@ -61,6 +63,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     PrefetchTensorMap(&dq_map);
   }
   __syncthreads();
+  LetKernelAfterBegin();
+  AwaitKernelBefore();
 
   if (threadIdx.x < 128) {
     LowerRegisters<Traits::kProducerRegisters>();
@@ -71,7 +75,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           .Work();
     } else if (warp <= Traits::kConsumers) {
       if constexpr (Traits::kDocuments) {
-        CarryQueryGradients<Traits>(params, shared, warp - 1);
+        GradientCarrier<Traits>(params, shared, warp - 1).Work();
       } else {
         AddGradients<Traits>(params, dq_map, dk_map, dv_map, shared, warp - 1);
       }
@@ -128,9 +132,8 @@ cudaError_t LaunchInstantiation(const BackwardParams& backward, const BackwardKe
   error = cudaFuncSetAttribute(BackwardKernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                kSharedBytes);
   if (error != cudaSuccess) return error;
-  BackwardKernel<Traits><<<blocks, Traits::kThreads, kSharedBytes, stream>>>(
-      q_map, dout_map, k_map, v_map, dq_map, dk_map, dv_map, params);
-  return cudaGetLastError();
+  return LaunchNext(BackwardKernel<Traits>, dim3(blocks), Traits::kThreads, kSharedBytes, stream,
+                    q_map, dout_map, k_map, v_map, dq_map, dk_map, dv_map, params);
 }
 
 template <typename Element, int kHeadDim, int kVHeadDim, bool kSoftCap>

@@ -12,12 +12,25 @@
 
 namespace magi_jax::sm90 {
 
+// Words at the start of scratch after a call: items that were listed, and taken, by each kernel;
+// those of a kernel that the table is not for are 0. `CudaImplementation.backward_items` reads
+// them.
+enum Counter {
+  kItemsTaken,
+  kItems,
+  kDocumentItems,
+  kDocumentItemsTaken,
+  kCutItems,
+  kCutItemsTaken,
+  kCounters
+};
+
 // Why this path cannot run the problem on a device of compute capability 9.0, and what it would
 // accept; null when it can. The string is static.
 const char* RefuseBackward(const BackwardParams& params);
 
-// Bytes of BackwardParams::scratch, which is 128-byte aligned and has undefined contents before and
-// after.
+// Bytes of BackwardParams::scratch, which is 128-byte aligned and has undefined contents before
+// and, but for its counters, after.
 size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype, bool fixed_order = false,
                             bool rounds_dq = false);
 

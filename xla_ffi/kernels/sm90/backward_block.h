@@ -232,7 +232,7 @@ struct BlockConsumer {
   // --- masks ---
 
   __device__ __forceinline__ void FindVisible(RowMask<kLogits / 2> (&rows)[2]) {
-    const QueryBlockNote& note = shared.notes[ring.slot];
+    const QueryBlockNote<Traits>& note = shared.notes[ring.slot];
     const QueryBlockHeader& block = note.header;
     if (!(flags & kMaskedBlock)) return;
     const int keys[2] = {block.key_start + thread_row, block.key_start + thread_row + 8};

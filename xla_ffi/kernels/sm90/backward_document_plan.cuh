@@ -113,8 +113,6 @@ __device__ void PlanDocuments(const BackwardKernelParams& params, const Document
       listed += items;
     }
     *params.num_document_items = listed;
-    *params.document_counter = *params.num_items = *params.counter = 0;
-    if (params.num_cut_items != nullptr) *params.num_cut_items = 0;
   }
   __syncthreads();
   for_documents([&](const Document&, int index, int parts, int length) {

@@ -6,6 +6,8 @@
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_DOCUMENTS_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_DOCUMENTS_H_
 
+#include <cstddef>
+
 #include "xla_ffi/kernels/sm90/backward_params.h"
 #include "xla_ffi/kernels/sm90/backward_producer.h"
 #include "xla_ffi/kernels/sm90/backward_ptx.h"
@@ -74,8 +76,17 @@ __device__ __forceinline__ Document DocumentOf(const BackwardKernelParams& param
   const bool last = index + 1 >= params.num_slices || IsEmpty(params.slices[index + 1]);
   const Slice next = last ? Slice{params.q_len, 0, params.k_len} : params.slices[index + 1];
   const bool first = index == 0;
-  return {slice, first ? 0 : slice.q_start, min(next.q_start, params.q_len),
-          first ? 0 : slice.k_start, min(next.k_start, params.k_len)};
+  Document document = {slice, first ? 0 : slice.q_start, min(next.q_start, params.q_len),
+                       first ? 0 : slice.k_start, min(next.k_start, params.k_len)};
+  if (params.query_ptr != nullptr) {
+    // Tiles of queries without a slice belong to nobody.
+    const int size = params.query_tile_size;
+    const int end_before = first ? 0 : params.slices[index - 1].q_end;
+    document.first_query =
+        min(slice.q_start, max(slice.q_start / size, (end_before + size - 1) / size) * size);
+    document.end_query = min(document.end_query, (slice.q_end + size - 1) / size * size);
+  }
+  return document;
 }
 
 // The producer warp: the tiles of a document, and the blocks of some heads in each.
@@ -155,7 +166,7 @@ struct DocumentProducer : QueryProducer<Traits> {
     if (tile < document.LastTile(block)) flags |= kEndsLater;
     if (!full && Base::AnySuspect(query, head)) flags |= kSuspectBlock;
     if (lane == 0) {
-      QueryBlockNote& note = shared.notes[ring.slot];
+      QueryBlockNote<Traits>& note = shared.notes[ring.slot];
       note.slices[0] = Transposed(document.slice);
       note.header = {query, head, key_start, kv_head, flags, touches, 0};
       note.header.first_row = max(query, document.first_query);
@@ -177,60 +188,127 @@ __device__ __forceinline__ uint8_t* QuerySum(const BackwardKernelParams& params,
   return params.query_sums + (at * Traits::kConsumers + consumer) * Traits::kGradientBytes;
 }
 
+// The header of a note, a word in each lane, since the warps that carry have few registers.
+struct HeaderInLanes {
+  int word = 0;
+
+  __device__ __forceinline__ HeaderInLanes() {}
+
+  __device__ __forceinline__ explicit HeaderInLanes(const QueryBlockHeader& header) {
+    const int* const words = reinterpret_cast<const int*>(&header);
+    const int lane = threadIdx.x % 32;
+    word = lane < static_cast<int>(sizeof(header) / sizeof(int)) ? words[lane] : 0;
+  }
+  template <size_t kOffset>
+  __device__ __forceinline__ int At() const {
+    return __shfl_sync(0xFFFFFFFF, word, kOffset / sizeof(int));
+  }
+};
+
 // One warp for each consumer: brings what earlier tiles gave to a block's dQ, and takes away what
 // the consumer makes of it, so that consumers, whose fences wait for all that they write, never
-// write to global memory.
+// write to global memory. A block's sums are brought before the block before it is taken.
 template <typename Traits>
-__device__ void CarryQueryGradients(const BackwardKernelParams& params,
-                                    BackwardStorage<Traits>& shared, int consumer) {
+struct GradientCarrier {
+  const BackwardKernelParams& params;
+  BackwardStorage<Traits>& shared;
+  const int consumer;
   const int lane = threadIdx.x % 32;
-  uint8_t* const place = shared.dq[consumer];
   StageRing<Traits::kStages> ring;
-  uint32_t parity = 0;
-  int last_slot = -1;  // to which the block before was taken
-  while (true) {
-    BarrierWait(&shared.q_full[ring.slot], ring.parity);
-    const QueryBlockHeader& header = shared.notes[ring.slot].header;
-    const int flags = header.flags, slot = header.sum_slot, head = header.head;
-    const int query = header.query_start, first = header.first_row, end = header.end_row;
-    if (flags & kEndOfWork) break;
-    __syncwarp();
-    if (kEveryLaneArrives || lane == 0) BarrierArrive(&shared.q_empty[ring.slot]);
-    ring.Advance();
-    if (flags & kEmptyTile) continue;
-    if (lane == 0 && flags & kBeganBefore) {
-      if (slot == last_slot) {
-        WaitBoxes();
-      } else {
-        WaitBoxesButLast();
+  uint32_t taken = 0;        // blocks
+  int last_slot = kNoQuery;  // to which the last of them was taken
+
+  __device__ __forceinline__ GradientCarrier(const BackwardKernelParams& params,
+                                             BackwardStorage<Traits>& shared, int consumer)
+      : params(params), shared(shared), consumer(consumer) {}
+
+  __device__ void Work() {
+    bool waits = false;  // a block has still to be taken
+    HeaderInLanes before;
+    while (true) {
+      BarrierWait(&shared.q_full[ring.slot], ring.parity);
+      const HeaderInLanes next{shared.notes[ring.slot].header};
+      __syncwarp();
+      if (kEveryLaneArrives || lane == 0) BarrierArrive(&shared.q_empty[ring.slot]);
+      ring.Advance();
+      const int flags = Flags(next), slot = Slot(next);
+      if (flags & kEmptyTile) continue;
+      const bool ends = flags & kEndOfWork;
+      if (waits && (ends || slot == Slot(before))) {
+        Take(before);
+        waits = false;
       }
-      BarrierArriveExpect(&shared.sums_full[consumer], Traits::kGradientBytes);
-      CopyBytes(place, QuerySum<Traits>(params, slot, consumer), Traits::kGradientBytes,
-                &shared.sums_full[consumer]);
+      if (ends) break;
+      if (flags & kBeganBefore && lane == 0) Bring(slot, taken + waits);
+      if (waits) Take(before);
+      before = next;
+      waits = true;
     }
-    BarrierWait(&shared.dq_full[consumer], parity);
-    parity ^= 1;
-    if (flags & kEndsLater) {
+    WaitBoxes();
+  }
+
+ private:
+  static __device__ __forceinline__ int Flags(const HeaderInLanes& header) {
+    return header.template At<offsetof(QueryBlockHeader, flags)>();
+  }
+  static __device__ __forceinline__ int Slot(const HeaderInLanes& header) {
+    return header.template At<offsetof(QueryBlockHeader, sum_slot)>();
+  }
+  __device__ __forceinline__ int Barrier(uint32_t block) const {
+    return block % 2 * Traits::kConsumers + consumer;
+  }
+  __device__ __forceinline__ uint8_t* Place(uint32_t block) const {
+    return shared.dq[consumer] + block % 2 * Traits::kGradientBytes;
+  }
+
+  // One lane, the same that takes sums.
+  __device__ __forceinline__ void Bring(int slot, uint32_t block) {
+    if (slot == last_slot) {
+      WaitBoxes();
+    } else {
+      WaitBoxesButLast();
+    }
+    uint64_t* const barrier = &shared.sums_full[Barrier(block)];
+    BarrierArriveExpect(barrier, Traits::kGradientBytes);
+    CopyBytes(Place(block), QuerySum<Traits>(params, slot, consumer), Traits::kGradientBytes,
+              barrier);
+  }
+
+  __device__ __forceinline__ void Take(const HeaderInLanes& block) {
+    uint8_t* const place = Place(taken);
+    const bool ends_later = Flags(block) & kEndsLater;
+    const int slot = Slot(block);
+    BarrierWait(&shared.dq_full[Barrier(taken)], taken >> 1 & 1);
+    if (ends_later) {
       if (lane == 0)
         TakeBytes(QuerySum<Traits>(params, slot, consumer), place, Traits::kGradientBytes);
     } else {
-      for (int row = lane; row < Traits::kGradientRows; row += 32) {
-        if (query + row < first || query + row >= end) continue;
-        const int64_t at =
-            (static_cast<int64_t>(query + row) * params.num_heads + head) * Traits::kHeadDim +
-            consumer * Traits::kGradientColumns;
-        TakeBytes(static_cast<typename Traits::Element*>(params.dq_rounded) + at,
-                  place + row * Traits::kRoundedBytes, Traits::kGradientColumns * 2);
-      }
+      TakeRows(block, place);
     }
-    last_slot = flags & kEndsLater ? slot : -1;
+    last_slot = ends_later ? slot : kNoQuery;
     CommitBoxes();
     WaitBoxesRead();
     __syncwarp();
-    if (lane == 0) BarrierArrive(&shared.dq_empty[consumer]);
+    if (lane == 0) BarrierArrive(&shared.dq_empty[Barrier(taken)]);
+    ++taken;
   }
-  WaitBoxes();
-}
+
+  // Rounded rows to dQ.
+  __device__ __forceinline__ void TakeRows(const HeaderInLanes& block, const uint8_t* place) {
+    const int query = block.template At<offsetof(QueryBlockHeader, query_start)>(),
+              head = block.template At<offsetof(QueryBlockHeader, head)>(),
+              first = block.template At<offsetof(QueryBlockHeader, first_row)>(),
+              end = block.template At<offsetof(QueryBlockHeader, end_row)>();
+    for (int row = lane; row < Traits::kGradientRows; row += 32) {
+      if (query + row < first || query + row >= end) continue;
+      const int64_t at =
+          (static_cast<int64_t>(query + row) * params.num_heads + head) * Traits::kHeadDim +
+          consumer * Traits::kGradientColumns;
+      TakeBytes(static_cast<typename Traits::Element*>(params.dq_rounded) + at,
+                place + row * Traits::kRoundedBytes, Traits::kGradientColumns * 2);
+    }
+  }
+};
 
 }  // namespace magi_jax::sm90
 

@@ -16,7 +16,7 @@ struct GradientHandover : BlockConsumer<Traits> {
   static constexpr int kGradients = Traits::kGradientColumns / 2;
   static constexpr int kOutputs = Traits::kHeadDim / 2;
 
-  uint32_t sum_parity = 0;  // of what earlier tiles gave to dQ
+  uint32_t sum_parities = 0;  // of what earlier tiles gave to dQ, a bit for each place
 
   __device__ __forceinline__ GradientHandover(const BackwardKernelParams& params,
                                               BackwardStorage<Traits>& shared)
@@ -82,12 +82,14 @@ struct GradientHandover : BlockConsumer<Traits> {
   // where it is complete.
   __device__ __forceinline__ void PassQueryGradient(float (&dq)[kGradients],
                                                     const QueryBlockHeader& header) {
-    uint8_t* const place = shared.dq[warpgroup];
+    // Blocks take turns in both places; the ring of cotangents stands at the next block.
+    const int turn = dout_ring.slot ^ 1, barrier = turn * Traits::kConsumers + warpgroup;
+    uint8_t* const place = shared.dq[warpgroup] + turn * Traits::kGradientBytes;
     float4* const sums = reinterpret_cast<float4*>(place) + thread % 128;
-    BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot);
+    BarrierWait(&shared.dq_empty[barrier], dout_ring.parity ^ dout_ring.slot);
     if (header.flags & kBeganBefore) {
-      BarrierWait(&shared.sums_full[warpgroup], sum_parity);
-      sum_parity ^= 1;
+      BarrierWait(&shared.sums_full[barrier], sum_parities >> turn & 1);
+      sum_parities ^= 1u << turn;
 #pragma unroll
       for (int i = 0; i < kGradients / 4; ++i) {
         const float4 sum = sums[i * 128];
@@ -113,7 +115,7 @@ struct GradientHandover : BlockConsumer<Traits> {
       }
     }
     FenceAsyncProxy();
-    Release(&shared.dq_full[warpgroup]);
+    Release(&shared.dq_full[barrier]);
   }
 
   // Of the tile's own.

@@ -19,7 +19,7 @@ constexpr int kShortestItem = 8;  // blocks of an item at least, however little 
 // decides how long it takes. Then what an item costs besides its blocks counts: in blocks, where
 // its tile is whole and where it is split.
 constexpr int kShortShare = 400, kShortAlikeShare = 1000;
-constexpr int kWholeItemCost = 3, kSplitItemCost = 6;
+constexpr int kWholeItemCost = 3, kSplitItemCost = 5;
 constexpr int kItemLimits = 14;  // that are compared: 8, 12, 16, 24, ... 768 blocks
 
 // Into how many parts the heads of a group are split where each walks this many blocks.
@@ -88,7 +88,7 @@ __device__ int FastestItemBlocks(const BackwardKernelParams& params, const int* 
     // Equal items end in rounds; others leave some of the longest between the first and the last.
     int64_t end = int64_t{(items + num_sms - 1) / num_sms} * longest * num_sms;
     if (items > num_sms && longest > shortest)
-      end = max(all + int64_t{longest} * num_sms * 7 / 10, int64_t{longest} * num_sms);
+      end = max(all + int64_t{longest} * num_sms / 2, int64_t{longest} * num_sms);
     if (lane == 0) atomicMin(&best, static_cast<unsigned long long>(end) << 16 | limit);
   }
   __syncthreads();

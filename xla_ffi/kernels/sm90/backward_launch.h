@@ -3,7 +3,7 @@
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_LAUNCH_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_LAUNCH_H_
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include "xla_ffi/common/params.h"
 #include "xla_ffi/kernels/sm90/backward_params.h"
@@ -31,6 +31,24 @@ cudaError_t LaunchBackwardHdim256Bf16(const BackwardParams&, const BackwardKerne
                                       int blocks, cudaStream_t);
 cudaError_t LaunchBackwardHdim256F16(const BackwardParams&, const BackwardKernelParams&, int blocks,
                                      cudaStream_t);
+
+// Launches a kernel that begins when those before it in the stream are about to end, and calls
+// AwaitKernelBefore before it touches memory.
+template <typename... Values, typename... Given>
+cudaError_t LaunchNext(void (*kernel)(Values...), dim3 grid, int threads, int shared_bytes,
+                       cudaStream_t stream, const Given&... given) {
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Values>(given)...);
+}
 
 }  // namespace magi_jax::sm90
 

@@ -124,6 +124,7 @@ struct GradientConsumer : GradientHandover<Traits> {
     RowMask<kLogits / 2> rows[2];
     FindVisible(rows);
     WgmmaWait<2, 1>();
+    GiveLogitGradientsBack();
     StoreQueryGradient(dq, slot);
     if constexpr (Traits::kTall) FinishKeys(ds, slot);
     float2 lse[kLogits / 8];
@@ -153,6 +154,7 @@ struct GradientConsumer : GradientHandover<Traits> {
     IssueQueryGradient(dq);
     IssueAccumulate(dk, ds, SharedAddress(shared.q[ring.slot]));
     WgmmaWait<1, 3>();
+    GiveLogitGradientsBack();
     StoreQueryGradient(dq, ring.slot);
     WgmmaWait<0, 3>();
     PinRegisters(dk);
@@ -214,7 +216,9 @@ struct GradientConsumer : GradientHandover<Traits> {
   __device__ __forceinline__ void ShareLogitGradients(uint32_t (&ds)[kLogits / 2]) {
     // Nobody reads this slot any more: its last readers, two blocks ago, were waited for before the
     // barrier of the last block.
-    StoreLogitGradients(ds, shared.ds[dout_ring.slot ^ 1][warpgroup]);
+    if constexpr (Traits::kLogitGradientSlots == 1)
+      BarrierWait(&shared.ds_empty[warpgroup], dout_ring.slot);
+    StoreLogitGradients(ds, shared.ds[LogitGradientSlot()][warpgroup]);
     FenceAsyncProxy();
     NamedBarrierSync(kGradientBarrier, Traits::kConsumerThreads);
   }
@@ -236,13 +240,22 @@ struct GradientConsumer : GradientHandover<Traits> {
 
   // This warpgroup's part of dQ: half of the queries of tall blocks, else half of the columns.
   __device__ __forceinline__ void IssueQueryGradient(float (&dq)[kGradients]) {
-    const uint32_t queries = SharedAddress(shared.ds[dout_ring.slot ^ 1]),
+    const uint32_t queries = SharedAddress(shared.ds[LogitGradientSlot()]),
                    keys = SharedAddress(shared.k);
     if constexpr (Traits::kTall) {
       Base::IssueQueryGradient(dq, queries + warpgroup * Traits::kGradientRows * 128, keys);
     } else {
       Base::IssueQueryGradient(dq, queries, keys + warpgroup * kKChunkBytes);
     }
+  }
+
+  __device__ __forceinline__ int LogitGradientSlot() const {
+    return Traits::kLogitGradientSlots == 1 ? 0 : dout_ring.slot ^ 1;
+  }
+
+  // The other warpgroup may write dS of the next block where this one has read.
+  __device__ __forceinline__ void GiveLogitGradientsBack() {
+    if constexpr (Traits::kLogitGradientSlots == 1) Release(&shared.ds_empty[warpgroup ^ 1]);
   }
 
   // The gradients of keys that no query sees.

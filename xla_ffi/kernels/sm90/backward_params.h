@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "xla_ffi/common/params.h"
+#include "xla_ffi/kernels/sm90/backward.h"
 #include "xla_ffi/kernels/sm90/kernel_params.h"
 #include "xla_ffi/kernels/sm90/tma.h"
 
@@ -71,6 +72,10 @@ struct BackwardTraits {
   static constexpr bool kCopiesSums = !kPaired && !kOrdered && !kDocuments;
 
   static constexpr int kConsumers = 2;  // warpgroups
+  // Places of a consumer's dQ. Documents have two, so that what earlier tiles gave to a block is
+  // brought while the block before is still computed.
+  static constexpr int kGradientPlaces = kDocuments ? 2 : 1;
+  static constexpr int kAllGradientPlaces = kConsumers * kGradientPlaces;
   static constexpr int kBlockM = BlockQueries(kHeadDim);
   static constexpr int kBlockN = TileKeys(kHeadDim);
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -105,6 +110,8 @@ struct BackwardTraits {
   static constexpr int kRestColumns = kPaired ? kHeadDim / 2 - kChunk : 0;  // of the second part
   static constexpr int kGradientBox = 32;  // columns of float32 that fill 128 bytes
   static constexpr int kGradientBytes = kGradientRows * kGradientColumns * 4;
+  // Slots of dS. That of documents has one, which leaves room for a second place of dQ.
+  static constexpr int kLogitGradientSlots = kDocuments ? 1 : 2;
   static constexpr int kRoundedBytes = kGradientColumns * 2 + 16;  // of a rounded row, and padding
 };
 
@@ -136,9 +143,10 @@ struct QueryBlockHeader {
 
 // Beside the queries of a block: which cells are visible. Slices are transposed, keys in the place
 // of queries.
+template <typename Traits>
 struct QueryBlockNote {
   QueryBlockHeader header;
-  Slice slices[kMaxInlineSlices];
+  Slice slices[Traits::kDocuments ? 1 : kMaxInlineSlices];
 };
 
 // What a note's part is added to.
@@ -169,22 +177,25 @@ struct BackwardStorage {
   alignas(1024) uint8_t v[Traits::kVBytes];                             // likewise
   alignas(1024) uint8_t q[Traits::kStages][Traits::kQBytes];            // [chunk][kBlockM rows]
   alignas(1024) uint8_t dout[Traits::kDoutStages][Traits::kDoutBytes];  // likewise
+  // A chunk for each 64 keys.
   alignas(
-      1024) uint8_t ds[2][Traits::kBlockN / 64][Traits::kBlockM * 128];  // a chunk for each 64 keys
-  alignas(1024)
-      uint8_t dq[Traits::kConsumers][Traits::kGradientBytes];  // [box of 32 columns][kBlockM rows]
+      1024) uint8_t ds[Traits::kLogitGradientSlots][Traits::kBlockN / 64][Traits::kBlockM * 128];
+  // [box of 32 columns][kBlockM rows] in each place.
+  alignas(1024) uint8_t dq[Traits::kConsumers][Traits::kGradientPlaces * Traits::kGradientBytes];
   alignas(128) float lse[Traits::kStages]
                         [Traits::kBlockM];  // times log2(e); +inf for rows without keys
   alignas(128) float delta[Traits::kDoutStages][Traits::kBlockM];
   alignas(16) std::conditional_t<Traits::kPaired, PairExchange<Traits>, NoExchange> pair;
   uint8_t spoiled_keys[Traits::kBlockN];  // of kSpoiledKeys, kSpoiledValues, see backward_poison.h
-  QueryBlockNote notes[Traits::kStages];
+  QueryBlockNote<Traits> notes[Traits::kStages];
   GradientNote gradient_notes[Traits::kConsumers];
   uint64_t kv_full, kv_empty;
   uint64_t q_full[Traits::kStages], q_empty[Traits::kStages];
   uint64_t dout_full[Traits::kDoutStages], dout_empty[Traits::kDoutStages];
-  uint64_t dq_full[Traits::kConsumers], dq_empty[Traits::kConsumers];
-  uint64_t sums_full[Traits::kConsumers];  // of documents
+  // Of place p and consumer c at p * kConsumers + c.
+  uint64_t dq_full[Traits::kAllGradientPlaces], dq_empty[Traits::kAllGradientPlaces];
+  uint64_t sums_full[Traits::kAllGradientPlaces];  // of documents
+  uint64_t ds_empty[Traits::kConsumers];           // of the chunks of dS, where it has one slot
 };
 
 // Position in a ring of kCount slots, with the parity of the phase that is current there.
@@ -236,6 +247,10 @@ struct BackwardKernelParams {
   uint8_t* query_sums;  // [thread blocks, sum_slots, kConsumers, kGradientBytes]
   int sum_slots;
   void* dq_rounded;  // [T, N, H] in the type of the operands, or null
+  // Where tiles of queries in which none sees a key keep what dq_rounded has, the walk of these
+  // tiles, else null.
+  const int* query_ptr;
+  int query_tile_size;
   void* dk;
   void* dv;
   float* dk_sum;  // of split tiles; zero at launch there

@@ -31,13 +31,26 @@ __device__ __forceinline__ int64_t ThreadsOfGrid() {
   return int64_t{gridDim.x} * gridDim.y * kMergeThreads;
 }
 
-// Rounds words of four floats, with all threads of a grid of tiles. Several are loaded at a time:
+// Calls step(first word of four elements, words) for rows of queries in tiles that see keys, with
+// the threads of one block for each.
+template <typename Step>
+__device__ __forceinline__ void ForRowsThatSee(const BackwardKernelParams& params, int head_dim,
+                                               Step step) {
+  const int words = params.num_heads * head_dim / 4;
+  const int blocks = gridDim.x * gridDim.y;
+  for (int row = blockIdx.y * gridDim.x + blockIdx.x; row < params.q_len; row += blocks) {
+    const int* const tile = params.query_ptr + row / params.query_tile_size;
+    if (tile[0] < tile[1]) step(int64_t{row} * words, words);
+  }
+}
+
+// Rounds words of four floats, with some threads. Several are loaded at a time:
 // the compiler would keep each load behind the stores before it.
 template <typename Element>
-__device__ __forceinline__ void RoundWords(const float4* from, uint2* to, int64_t count) {
+__device__ __forceinline__ void RoundWords(const float4* from, uint2* to, int64_t count,
+                                           int64_t thread, int64_t threads) {
   constexpr int kBatch = 4;
-  const int64_t threads = ThreadsOfGrid();
-  for (int64_t i = ThreadOfGrid(); i < count; i += kBatch * threads) {
+  for (int64_t i = thread; i < count; i += kBatch * threads) {
     float4 words[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j)
@@ -55,15 +68,17 @@ __global__ void __launch_bounds__(kPlanThreads)
     PrepareBackward(const __grid_constant__ BackwardKernelParams params,
                     const __grid_constant__ Preparation preparation) {
   __shared__ DocumentStats document_stats;
+  LetKernelAfterBegin();
   const bool documents =
       params.num_document_items != nullptr && AreDocuments(params, document_stats);
   if (blockIdx.x == 0) {
+    if (threadIdx.x < kCounters) params.counter[threadIdx.x] = 0;
+    __syncthreads();
     if (documents) {
       PlanDocuments(params, document_stats);
       return;
     }
     PlanWork(params, preparation.block_queries, preparation.num_sms);
-    if (threadIdx.x == 0 && params.num_document_items != nullptr) *params.num_document_items = 0;
     return;
   }
   const int block = blockIdx.x - 1, blocks = gridDim.x - 1;
@@ -85,6 +100,8 @@ __global__ void __launch_bounds__(kPlanThreads)
 __global__ void __launch_bounds__(kMergeThreads)
     ClearByPlan(const __grid_constant__ BackwardKernelParams params, int tile_rows, int head_dim,
                 int v_head_dim, bool has_sums, const Zeros queries) {
+  LetKernelAfterBegin();
+  AwaitKernelBefore();
   const float4 zero = make_float4(0, 0, 0, 0);
   if (has_sums && params.parts[blockIdx.x] != 1) {
     const auto clear = [zero](float* sums) {
@@ -93,7 +110,14 @@ __global__ void __launch_bounds__(kMergeThreads)
     ForRowsOfTile(params, tile_rows, head_dim, clear(params.dk_sum));
     ForRowsOfTile(params, tile_rows, v_head_dim, clear(params.dv_sum));
   }
-  if (queries.count == 0 || *params.num_document_items > 0) return;
+  const bool documents = params.num_document_items != nullptr && *params.num_document_items > 0;
+  if (queries.count == 0 || documents) return;
+  if (params.query_ptr != nullptr) {
+    ForRowsThatSee(params, head_dim, [&](int64_t first, int words) {
+      for (int i = threadIdx.x; i < words; i += kMergeThreads) queries.words[first + i] = zero;
+    });
+    return;
+  }
 #pragma unroll 4
   for (int64_t i = ThreadOfGrid(); i < queries.count; i += ThreadsOfGrid()) queries.words[i] = zero;
 }
@@ -103,11 +127,19 @@ template <typename Element>
 __global__ void __launch_bounds__(kMergeThreads)
     FinishBackward(const __grid_constant__ BackwardKernelParams params, int tile_rows, int head_dim,
                    int v_head_dim, bool has_sums, const float4* dq, int64_t query_words) {
+  AwaitKernelBefore();
   if (has_sums && params.parts[blockIdx.x] != 1)
     WriteSplitTile<Element>(params, tile_rows, head_dim, v_head_dim);
   if (params.dq_rounded == nullptr) return;
   if (params.num_document_items != nullptr && *params.num_document_items > 0) return;
-  RoundWords<Element>(dq, static_cast<uint2*>(params.dq_rounded), query_words);
+  uint2* const rounded = static_cast<uint2*>(params.dq_rounded);
+  if (params.query_ptr != nullptr) {
+    ForRowsThatSee(params, head_dim, [&](int64_t first, int words) {
+      RoundWords<Element>(dq + first, rounded + first, words, threadIdx.x, kMergeThreads);
+    });
+    return;
+  }
+  RoundWords<Element>(dq, rounded, query_words, ThreadOfGrid(), ThreadsOfGrid());
 }
 
 }  // namespace magi_jax::sm90

@@ -235,7 +235,7 @@ struct QueryProducer {
 
   // Consumers free a note with the queries beside it.
   __device__ __forceinline__ void NoteBlock(int query, int head) {
-    QueryBlockNote& note = shared.notes[ring.slot];
+    QueryBlockNote<Traits>& note = shared.notes[ring.slot];
     const int block_end = query + Traits::kBlockM;
     const int query_end = Traits::kCut ? min(block_end, end_query) : block_end;
     bool full = query >= run.full_begin && query_end <= run.full_end;

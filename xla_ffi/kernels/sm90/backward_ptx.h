@@ -23,6 +23,18 @@ __device__ __forceinline__ void FenceAsyncProxyEverywhere() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
+// The kernels of a call begin while the one before still runs (see LaunchNext): until this returns,
+// nothing that it writes may be read, and nothing that it reads written. Each kernel waits, so that
+// all before it are done too.
+__device__ __forceinline__ void AwaitKernelBefore() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Once all thread blocks are here, those of the next kernel take the places that become free.
+__device__ __forceinline__ void LetKernelAfterBegin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // Words that thread blocks tell each other of their progress with.
 __device__ __forceinline__ int GetWord(const int* address) {
   int value;

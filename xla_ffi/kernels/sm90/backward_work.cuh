@@ -18,8 +18,11 @@ namespace magi_jax::sm90 {
 
 constexpr int kMergeThreads = 256;
 
-// Thread blocks that clear or round a tile's sums.
-constexpr int MergeBlocks(int num_tiles) { return num_tiles <= 16 ? 128 : 32; }
+// Thread blocks that clear or round a tile's sums: enough to fill the device, and not so many that
+// starting them takes long where a tile has none.
+constexpr int MergeBlocks(int num_tiles) {
+  return num_tiles <= 16 ? 128 : num_tiles <= 64 ? 32 : num_tiles <= 512 ? 2048 / num_tiles : 4;
+}
 
 // Blocks that a table tile walks for one head, at most; a table may be hostile.
 __device__ __forceinline__ int BlocksOfTile(const TileRuns& by_key, int table_tile, int q_len,
@@ -137,8 +140,7 @@ __device__ void PlanWork(const BackwardKernelParams& params, int block_queries, 
   const int short_share = stats.AreAlike(num_tiles) ? kShortAlikeShare : kShortShare;
   const bool is_short =
       static_cast<int64_t>(stats.all_blocks) * params.num_heads < int64_t{short_share} * num_sms;
-  if (is_short && !ordered && !stats.StaysWhole(params, num_tiles, group, num_sms))
-    item_blocks = FastestItemBlocks(params, blocks_of, num_tiles, num_sms);
+  if (is_short && !ordered) item_blocks = FastestItemBlocks(params, blocks_of, num_tiles, num_sms);
   // Where items wait for each other all tiles are split alike, so that they stand in one order for
   // all heads.
   const auto parts_of = [&](int blocks) {
@@ -212,12 +214,8 @@ __device__ void PlanWork(const BackwardKernelParams& params, int block_queries, 
         SegmentsOfTile(params, segment_queries, tile / params.parts_per_tile).count;
   }
   if (threadIdx.x == 0) {
-    *params.num_items = cuts ? 0 : listed;
-    *params.counter = 0;
-    if (params.num_cut_items != nullptr) {
-      *params.num_cut_items = cuts ? listed : 0;
-      *params.cut_counter = 0;
-    }
+    int* const num_items = cuts ? params.num_cut_items : params.num_items;
+    *num_items = listed;
   }
 }
 
