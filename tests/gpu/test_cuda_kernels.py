@@ -1,5 +1,8 @@
 """Kernels on the device against float64: every mask, head dim and option, and what must not leak."""
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,6 +134,41 @@ def test_accumulates_in_place(path):
     want = expected(case)
     np.testing.assert_allclose(lse, want["lse"], atol=2e-3)
     assert np.linalg.norm(out - want["out"]) < 6e-3 * np.linalg.norm(want["out"])
+
+
+@paths
+@pytest.mark.parametrize("kind", ["window", "documents"])
+def test_gradients_of_other_tiles_stay(path, kind):
+    """dQ in the dtype of q by two calls that write tiles of queries of their own; others are not written."""
+    T = 3000
+    if kind == "window":
+        mask = masks.local(T, window=(200, 30))
+    else:
+        mask = masks.varlen([40, 130, 1, 200, 129] * 6, causal=True)
+    owned = (range(0, T // 128, 3), range(1, T // 128, 3))  # every third tile is nobody's
+    rows = [[masks.global_rows(T, T, rows=(128 * m, 128 * m + 128)) for m in o] for o in owned]
+    parts = [mask & functools.reduce(operator.or_, tiles) for tiles in rows]
+    case = Case(parts[0] | parts[1], num_heads=32, num_kv_heads=4)
+    q, k, v, dout, dlse = case.operands()
+
+    @jax.jit
+    def by_tiles(dq, tables, whole):
+        lse = path.forward(q, k, v, whole, **case.options)[1]
+        for table in tables:
+            rows = (dout, q, k, v, lse, dlse)
+            dq, *_ = path.backward(
+                *rows, table, accumulate=dq, dq_dtype=q.dtype, dkv_dtype=jnp.float32, **case.options
+            )
+        return dq, path.backward(dout, q, k, v, lse, dlse, whole, **case.options)[0]
+
+    given = jnp.full(q.shape, 7.0, q.dtype)
+    dq, want = by_tiles(given, [slice_table(part) for part in parts], slice_table(case.mask))
+    written = np.zeros(T, bool)
+    for m in (*owned[0], *owned[1]):
+        written[128 * m : 128 * m + 128] = True
+    np.testing.assert_array_equal(dq[~written], 7.0)
+    dq, want = (np.asarray(x[written], np.float64) for x in (dq, want))
+    assert np.linalg.norm(dq - want) < 3e-3 * np.linalg.norm(want)
 
 
 @paths

@@ -10,6 +10,7 @@ from device_cases import PATHS
 
 import magi_jax
 from magi_jax import masks
+from magi_jax.ops import cuda
 from magi_jax.testing import oracle
 
 # Lengths around those of tiles and blocks, and longer than some of both.
@@ -41,6 +42,40 @@ def gradients(implementation, q, k, v, dout, table):
         return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32))
 
     return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+
+def zeros(mask, heads, kv_heads):
+    """dout, q, k, v, lse and delta."""
+    shapes = ((mask.q_len, heads), (mask.q_len, heads), *[(mask.k_len, kv_heads)] * 2)
+    arrays = [jnp.zeros((*shape, 128), jnp.bfloat16) for shape in shapes]
+    return (*arrays, *[jnp.zeros((mask.q_len, heads))] * 2)
+
+
+@pytest.mark.skipif(cuda.SM90 not in PATHS, reason="needs Hopper")
+@pytest.mark.parametrize(
+    ("kind", "heads", "dtype", "taken"),
+    [
+        ("causal", 32, jnp.bfloat16, "documents"),
+        ("gaps", 32, jnp.bfloat16, "documents"),
+        ("causal", 32, jnp.float32, "tiles"),  # float32 dQ is added to
+        ("one", 32, jnp.bfloat16, "tiles"),
+        ("long", 16, jnp.bfloat16, "segments"),
+    ],
+)
+def test_kernel_that_ran(kind, heads, dtype, taken):
+    if kind == "one":
+        mask = masks.causal(1000)
+    elif kind == "long":
+        mask = masks.full(40000, 256)
+    else:
+        mask = masks.concatenate(list(documents(kind, np.random.default_rng(0))))
+    options = {"scale": SCALE, "logits_soft_cap": 0.0}
+    items = cuda.SM90.backward_items(
+        *zeros(mask, heads, 4), table=magi_jax.slice_table(mask), dq_dtype=dtype, **options
+    )
+    assert {name: int(count) > 0 for name, count in items._asdict().items()} == {
+        name: name == taken for name in items._fields
+    }
 
 
 @pytest.mark.parametrize("path", [path.name for path in PATHS])

@@ -32,6 +32,7 @@ struct Header {
   int32_t accumulate;            // whether results are added to those of other calls
   int32_t row_max;               // forward: whether the largest logits are asked for
   int32_t backward;              // whether the backward pass runs too
+  int32_t short_dq;              // dq in the dtype of q, by the kernel of short documents
   int32_t query_runs, key_runs;  // R of the two walks
   int32_t query_ids, key_ids;    // I, likewise
   int32_t query_tiles, key_tiles;
@@ -121,11 +122,15 @@ void RunBackward(const std::string& path, BackwardParams params) {
   const char* reason = sm90::RefuseBackward(params);
   if (reason != nullptr) Fail(std::string("refused: ") + reason);
   params.fixed_order = path == "sm90_ordered";
-  const Memory scratch(
-      sm90::BackwardScratchBytes(params.problem, params.dkv_dtype, params.fixed_order));
+  const Memory scratch(sm90::BackwardScratchBytes(
+      params.problem, params.dkv_dtype, params.fixed_order, params.dq_rounded != nullptr));
   params.scratch = scratch.as<void>();
   Check(sm90::Backward(params, nullptr), "sm90 backward");
   Check(cudaDeviceSynchronize(), "sm90 backward");
+  if (params.dq_rounded == nullptr || params.fixed_order) return;
+  int32_t counters[sm90::kCounters];
+  Check(cudaMemcpy(counters, params.scratch, sizeof(counters), cudaMemcpyDeviceToHost), "memcpy");
+  if (counters[sm90::kDocumentItems] == 0) Fail("the kernel of short documents did not run");
 #endif
 }
 
@@ -172,7 +177,9 @@ void RunProblem(const std::string& path, std::istream* file, std::ostream* resul
   for (const Memory* result : {&out, &lse, &row_max}) result->WriteTo(results);
   if (header.backward == 0) return;
 
-  const Memory dq(rows * dim * 4), dk(key_rows * dim * partial), dv(key_rows * v_dim * partial);
+  const bool short_dq = header.short_dq != 0;
+  const Memory dq(rows * dim * (short_dq ? element : 4)), dk(key_rows * dim * partial),
+      dv(key_rows * v_dim * partial);
   BackwardParams backward = {};
   backward.problem = problem;
   backward.dout = dout.as<void>();
@@ -184,7 +191,8 @@ void RunProblem(const std::string& path, std::istream* file, std::ostream* resul
   backward.slices = slices.as<Slice>();
   backward.by_query = by_query.table;
   backward.by_key = by_key.table;
-  backward.dq = dq.as<float>();
+  backward.dq = short_dq ? nullptr : dq.as<float>();
+  backward.dq_rounded = short_dq ? dq.as<void>() : nullptr;
   backward.accumulate = adds;
   if (adds) Check(cudaMemset(dq.as<void>(), 0, rows * dim * 4), "memset");
   backward.dk = dk.as<void>();
