@@ -72,7 +72,7 @@ OWN = {
     ),
     "several masks in one step": (
         "tests/parallel/test_many_masks.py::test_layers_take_full_and_sliding_masks_in_turn",
-        "tests/parallel/test_contexts.py::test_scan_over_rematerialised_layers_with_two_plans",
+        "tests/parallel/test_remat_layers.py::test_scan_over_rematerialised_layers_with_two_plans",
     ),
     "masks of groups of heads": (
         "tests/ops/test_heads_and_batches.py::test_masks_for_groups_of_heads",
