@@ -2,9 +2,9 @@
 
     python benchmarks/planner.py [--cp 8 16 32 64] [--seeds 0 1 2] [--effort fast] [--workloads FILE]
 
-Prints one table for each number of ranks, then what was reached of the targets at 64, and writes JSON. Rows
-are over the sequence length; times are CPU time of the process, the least of five calls
-with effort fast, of one with high.
+Prints one table for each number of ranks, then what was reached of the targets at 64 and what bad input is
+answered with (`planner_bad_input`), and writes JSON. Rows are over the sequence length; times are CPU time
+of the process, the least of five calls with effort fast, of one with high.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from planner_bad_input import print_bad_input
 from planner_masks import FAMILIES, load_families
 from planner_targets import IMPROVABLE, check_targets, ratio
 from provenance import describe
@@ -248,6 +249,8 @@ def main() -> None:
         print("  " + ", ".join(f"{k} {v:.3f}" for k, v in summary(results).items()), flush=True)
         if cp_size == 64:
             report["targets"] = print_targets(args.effort, results, bool(args.workloads))
+            if args.effort == "fast":
+                report["bad_input"] = print_bad_input()
     out = args.out or Path(__file__).parent / "results" / f"planner_{args.effort}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")

@@ -244,6 +244,15 @@ def test_bad_options_are_named(options, message):
         balanced(problem_of(masks.causal(256), 16, 8, **options))
 
 
+@pytest.mark.parametrize("effort", ["fast", "high"])
+def test_no_more_tokens_than_ranks_stay_in_order(effort):
+    assignment = balanced(problem_of(masks.causal(40), 1, 64, ranks_per_node=8, effort=effort))
+    assert assignment.edges.tolist() == list(range(41))
+    assert (np.diff(assignment.owner) > 0).all()
+    assert assignment.owner[0] >= 0
+    assert assignment.owner[-1] < 64
+
+
 def test_a_machine_smaller_than_a_node_is_one_node():
     problem = problem_of(SQUARE["varlen_causal"], 16, 4)
     alone = balanced(problem._replace(ranks_per_node=8))

@@ -60,6 +60,7 @@ def test_rows_that_see_nothing_are_documents():
 @pytest.mark.parametrize("seed", range(3))
 def test_groups_are_dealt_as_evenly_as_documents(kind, seed, monkeypatch):
     monkeypatch.setattr(runs, "MOST_DOCUMENTS", 64)
+    monkeypatch.setattr(runs, "MOST_GROUPS", 64)
     rng = np.random.default_rng(seed)
     mask = masks.varlen(np.append(rng.integers(1, 5, 600), rng.integers(90, 120, 9)), **KINDS[kind])
     problem = DispatchProblem(mask.slices, dispatch.chunk_edges(mask.q_len, 16), 8)

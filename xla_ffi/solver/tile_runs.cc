@@ -179,19 +179,27 @@ class PartWriter {
     const auto runs = static_cast<int32_t>(walk_->next_run - run);
     const int32_t ids = runs == 0 ? 0 : run[runs - 1].ids_end - run[0].ids_begin;
     const int32_t* const id = walk_->next_id - ids;
-    int32_t added = 0;
-    for (int64_t t = tile + 1; t < end; ++t) {
-      ptr_[t] = num_runs();
-      added += ids;
-      for (int32_t i = 0; i < runs; ++i) {
-        TileRun next = run[i];
-        next.ids_begin += added;
-        next.ids_end += added;
-        *walk_->next_run++ = next;
-      }
-      for (int32_t i = 0; i < ids; ++i) *walk_->next_id++ = id[i];
+    const auto count = static_cast<int32_t>(end - tile - 1);
+    // Loops over one array each, which is what compilers make fast.
+    for (int32_t t = 0; t < count; ++t) ptr_[tile + 1 + t] = ptr_[tile] + runs * (t + 1);
+    for (int32_t i = 0; i < runs; ++i) {
+      const TileRun first = run[i];
+      TileRun* to = walk_->next_run + i;
+      for (int32_t t = 1; t <= count; ++t, to += runs)
+        *to = {first.begin,
+               first.end,
+               first.full_begin,
+               first.full_end,
+               first.ids_begin + t * ids,
+               first.ids_end + t * ids};
     }
-    work_.back().count += static_cast<int32_t>(end - tile - 1);
+    for (int32_t i = 0; i < ids; ++i) {
+      int32_t* to = walk_->next_id + i;
+      for (int32_t t = 0; t < count; ++t, to += ids) *to = id[i];
+    }
+    walk_->next_run += count * runs;
+    walk_->next_id += count * ids;
+    work_.back().count += count;
   }
 
   const BandSlice* slices_;

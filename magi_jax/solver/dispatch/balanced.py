@@ -59,6 +59,8 @@ def balanced(problem: DispatchProblem) -> Assignment:
     make_placement = placement_maker(problem.engine)
     if problem.cp_size == 1 or not (len(problem.slices) or len(problem.travelling)):
         return contiguous(problem)
+    if len(problem.edges) - 1 == problem.edges[-1] <= problem.cp_size:  # a token for each rank
+        return contiguous(problem)
     placed_runs = _placed_runs(problem, per_node)
     if placed_runs and placed_runs.are_good_enough(problem):
         return placed_runs.placed

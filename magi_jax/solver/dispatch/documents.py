@@ -34,7 +34,9 @@ def document_edges(slices: np.ndarray, seq_len: int) -> np.ndarray:
     # Between two documents there may be rows that see nothing; they are one of their own.
     first = np.append(True, begin[1:] >= reach[:-1])[: len(begin)]
     last = np.append(first[1:], True)[: len(begin)]
-    return np.unique(np.concatenate([[0], begin[first], reach[last], [seq_len]]))
+    edges = np.zeros(2 * int(first.sum()) + 2, np.int64)
+    edges[1:-1:2], edges[2:-1:2], edges[-1] = begin[first], reach[last], seq_len
+    return edges[np.append(True, np.diff(edges) > 0)]
 
 
 def document_groups(slices: np.ndarray, seq_len: int, most: int, engine: str = "numpy") -> Groups:

@@ -30,8 +30,9 @@ ALL_ORDERS = tuple(
 FOLDED = 0.1
 # A document by itself is dealt if it has no more slices: one causal mask, or one with a prefix.
 FEW_SLICES = 2
-# Where there are more documents or slices than this, neighbouring documents are dealt together.
-MOST_DOCUMENTS, MOST_SLICES = 16_384, 131_072
+# Where there are more documents or slices than this, neighbouring documents are dealt together, in so many
+# groups at most.
+MOST_DOCUMENTS, MOST_SLICES, MOST_GROUPS = 16_384, 131_072, 8_192
 
 
 def runs(
@@ -77,7 +78,7 @@ def _parts(problem: DispatchProblem) -> tuple[np.ndarray, np.ndarray]:
         edges = document_edges(slices, seq_len)
         if len(edges) <= MOST_DOCUMENTS:
             return edges, slices
-    return document_groups(slices, seq_len, MOST_DOCUMENTS, problem.engine)
+    return document_groups(slices, seq_len, MOST_GROUPS, problem.engine)
 
 
 class Documents(NamedTuple):

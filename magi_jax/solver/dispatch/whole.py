@@ -91,10 +91,14 @@ def _tokens(problem: DispatchProblem) -> np.ndarray:
 
 
 def _documents_of(problem: DispatchProblem) -> Documents | None:
-    """Documents of the sequence; None where queries travel, whose work falls on others."""
+    """Documents of the sequence; None where queries travel, whose work falls on others, and where there are
+    too many or too few for any bins.
+    """
     if len(problem.travelling) or len(problem.slices) > MOST_SLICES:
         return None
     edges = document_edges(problem.slices, int(problem.edges[-1]))
+    if not 2 * FEWEST < len(edges) <= MOST_DOCUMENTS + 1:
+        return None
     return Documents.of(RowAreas.of(problem.slices, edges), edges)
 
 
