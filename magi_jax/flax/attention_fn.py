@@ -43,8 +43,8 @@ def attention_fn(
 
     Returns:
         A function ``(query [*B, T, N, H], key [*B, T, K, H], value [*B, T, K, Hv], ...) -> [*B, T,
-        N, Hv]``. It takes ``sinks [N]`` too, which are parameters of a layer and so come with the
-        call.
+        N, Hv]``, with at most one axis in front under a plan. It takes ``sinks [N]`` too, which are
+        parameters of a layer and so come with the call.
 
     Raises:
         TypeError: ``plan`` is none of these, or an argument is none of the function that it is passed on to.

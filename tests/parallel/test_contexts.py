@@ -178,6 +178,27 @@ def test_inside_a_shard_map_over_some_axes(kind, manual, rng):
     check(answer, plan, expected_batch(problem, [mask] * 2), axis=1)
 
 
+def test_vmap_over_the_stages_of_a_pipeline(rng):
+    """Each stage is on devices of its own, as `spmd_axis_name` says, and nothing is gathered."""
+    mesh = make_mesh(stage=2, cp=2)
+    mask = some_mask(rng)
+    plan = make_plan(mask, 2, CONFIG)
+    problem = random_problem(rng, SIZE, lead=(2,))
+    problem = problem._replace(sinks=np.stack([problem.sinks, -problem.sinks]))
+    options = DistOptions(batch_axes=())  # of one stage there is no batch
+    attention = jax.vmap(attend(plan, options=options), spmd_axis_name="stage")
+    with jax.set_mesh(mesh):
+        moved = dispatched(problem, plan, axis=1)
+        placed = jax.device_put(moved.rows, NamedSharding(mesh, P("stage", "cp")))
+        sinks = jax.device_put(moved.sinks, NamedSharding(mesh, P("stage")))
+        run = jax.jit(lambda problem: value_and_grads(attention, problem))
+        compiled = run.lower(type(moved)(**placed, sinks=sinks)).compile()
+        answer = compiled(type(moved)(**placed, sinks=sinks))
+    hlo.assert_no_all_gather(compiled)
+    wanted = [expected(type(problem)(*(x[i] for x in problem)), mask) for i in range(2)]
+    check(answer, plan, type(answer)(*map(np.stack, zip(*wanted, strict=True))), axis=1)
+
+
 def test_kept_keys_and_narrow_reductions(rng):
     mask = some_mask(rng)
     plan = make_plan(mask, 4, CONFIG)
