@@ -11,6 +11,7 @@ from magi_jax.solver.dispatch import DispatchProblem
 from magi_jax.solver.dispatch.balanced import balanced, placement_maker
 from magi_jax.solver.dispatch.units import make_units
 from magi_jax.solver.overlap import travelling
+from magi_jax.solver.overlap.late import find_late, late_rows
 from magi_jax.solver.overlap.travelling import Ranges, choose_ranges, split_slices
 from magi_jax.solver.work import transfer
 from magi_jax.solver.work.find_work import Keys, find_work
@@ -170,3 +171,24 @@ def test_travelling_rows_are_spread_over_ranks():
         sent = np.bincount(moved.src, moved.end - moved.begin, cp_size)
         assert sent.max() <= 512 * 15 / 4
         assert np.bincount(moved.dst, moved.end - moved.begin, cp_size).max() <= 512
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_late_queries_and_all_others_share_the_work(seed):
+    """Slices are cut where late rows begin and end, and no cell is lost or doubled."""
+    rng = np.random.default_rng(seed)
+    mask = masks.varlen(rng.integers(5, 90, 12), causal=bool(seed % 2))
+    length, tile = mask.q_len, 4
+    layout = random_layout(rng, length, 4)
+    local_len = int(np.bincount(layout.owner, np.diff(layout.edges), 4).max())
+    work = find_work(mask.slices, mask.slices[:0], layout, Keys(layout, local_len))
+    rows = late_rows(work.staged(1), 4, tile, local_len)
+    late = find_late(work, rows, local_len)
+    home = late.home.slices[0]
+    assert bands.area(home.slices).sum() + bands.area(late.slices.slices).sum() == mask.area
+    is_late = np.zeros((4, local_len), bool)
+    for rank, begin, end in zip(rows.rank, rows.begin, rows.end, strict=True):
+        is_late[rank, begin:end] = True
+    for part, wanted in ((home, False), (late.slices, True)):
+        for rank, (begin, end, *_) in zip(part.rank, part.slices.tolist(), strict=True):
+            assert (is_late[rank, begin:end] == wanted).all()
