@@ -210,7 +210,7 @@ def test_a_union_serves_masks_that_take_other_ways():
     """Late queries in both directions, forward alone, or stages: each mask fits as it was planned."""
     model = CostModel(
         link_gbps=311.0,
-        memory_gbps=1460.0,
+        memory_gbps=3000.0,
         latency_us=45.0,
         launch_us=45.0,
         backward_launch_us=200.0,

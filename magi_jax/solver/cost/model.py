@@ -26,7 +26,7 @@ FLOPS_PER_PAIR = 4  # of a (query, key) pair, per head and head dim: q.k and p.v
 BACKWARD_FLOPS_RATIO = 2.5
 # Rows of the tiles that the forward kernel merges, or leaves where it sees no key in them.
 MERGE_TILE = 16
-ADD_GBPS = 4460.0  # at which returned gradients are read and added, measured on one H200
+ADD_GBPS = 4460.0  # at which XLA reads, adds and writes, measured on one H200
 # Times that may be 0.
 FREE = ("latency_us", "launch_us", "backward_launch_us")
 
@@ -42,7 +42,8 @@ class CostModel:
         forward_tflops, backward_tflops: kernel rate by visible keys per query row, rising in keys.
         link_gbps: GB/s that a GPU receives (and sends) inside a node.
         node_link_gbps: GB/s that a GPU receives (and sends) across nodes.
-        memory_gbps: GB/s at which the partial output of a forward stage is merged, read and written.
+        memory_gbps: GB/s at which the partial output of a forward stage is merged, read and written: in
+            effect, since much of it passes beside the products of other tiles.
         latency_us: fixed time of a cast or a reduce.
         launch_us, backward_launch_us: what a further stage of a direction costs beside its work.
     """
@@ -56,9 +57,9 @@ class CostModel:
     backward_tflops: tuple[tuple[float, float], ...] = BACKWARD_TFLOPS
     link_gbps: float = 311.0
     node_link_gbps: float = 50.0
-    memory_gbps: float = 1460.0
+    memory_gbps: float = 9200.0
     latency_us: float = 45.0
-    launch_us: float = 45.0
+    launch_us: float = 70.0
     backward_launch_us: float = 200.0
 
     def __post_init__(self):
@@ -153,6 +154,11 @@ class CostModel:
         (``rows`` of queries stand for these).
         """
         return self._launch_us(backward) + rows * self._merge_us_per_row(backward)
+
+    def convert_us(self, rows: int) -> float:
+        """Time in which ``rows`` of the output of several forward stages, float32, take the dtype of q."""
+        per_row = (4 + self.dtype_bytes) * self.num_heads * self.head_dim
+        return rows * per_row / (ADD_GBPS * 1e3)
 
     def _launch_us(self, backward: bool) -> float:
         return self.backward_launch_us if backward else self.launch_us

@@ -35,7 +35,8 @@ class Choice(NamedTuple):
 
     Attributes:
         forward, backward: work in stages; one object when both have the same number.
-        each_us: time of forward and of backward.
+        each_us: time of forward and of backward; forward with what brings results of several stages into the
+            dtype of q.
         two_level: whether rows move in two steps.
     """
 
@@ -96,6 +97,8 @@ def choose_stages(
     predictor = _predictor(work, local_len, machine)
     _, kinds, each_us = _fastest(predictor, machine, counts)
     cut = {kind: predictor.staged(kind) for kind in set(kinds)}
+    convert_us = machine.cost_model.convert_us(local_len) if kinds[0].stages else 0.0
+    each_us = each_us[0] + convert_us, each_us[1]
     return Choice(cut[kinds[0]], cut[kinds[1]], each_us, kinds[0].two_level)
 
 
