@@ -16,12 +16,17 @@ from magi_jax.solver.dispatch.balanced import balanced
 from magi_jax.solver.dispatch.runs import document_edges
 from magi_jax.solver.dispatch.whole import WholeDocuments
 
+LIMIT = 1.014
 KINDS = {"full": {}, "causal": {"causal": True}, "window": {"window": (20, 5)}}
 
 
 def problem_of(mask, cp_size, **options):
     edges = dispatch.chunk_edges(mask.q_len, 16)
     return DispatchProblem(mask.slices, edges, cp_size, **options)
+
+
+def whole_of(mask, cp_size, limit=LIMIT, **options):
+    return WholeDocuments(problem_of(mask, cp_size, **options), limit)
 
 
 def owners(assignment):
@@ -64,7 +69,7 @@ def many_lengths(rng, number, most, total):
 def test_every_row_is_placed_once_and_tokens_are_equal(lengths, cp_size, per_node, kind):
     mask = masks.varlen(lengths, **KINDS[kind])
     cp_size *= per_node
-    whole = WholeDocuments(problem_of(mask, cp_size, ranks_per_node=per_node))
+    whole = whole_of(mask, cp_size, ranks_per_node=per_node)
     for placed in (whole.on_ranks(), whole.in_nodes(per_node)):
         if placed is None:
             continue
@@ -80,10 +85,10 @@ def test_every_row_is_placed_once_and_tokens_are_equal(lengths, cp_size, per_nod
 def test_many_short_documents_are_not_cut(cp_size, kind):
     rng = np.random.default_rng(3)
     mask = masks.varlen(many_lengths(rng, 30 * cp_size, 80, 1200 * cp_size), **KINDS[kind])
-    placed = WholeDocuments(problem_of(mask, cp_size)).on_ranks()
+    placed = whole_of(mask, cp_size).on_ranks()
     area = areas_of(placed, mask, cp_size)
     assert number_cut(placed, mask) == 0
-    assert area.max() <= 1.01 * area.mean()
+    assert area.max() <= LIMIT * area.mean()
     chosen = balanced(problem_of(mask, cp_size))
     assert number_cut(chosen, mask) == 0
 
@@ -95,7 +100,7 @@ def test_documents_stay_in_their_node(seed):
     lengths = np.concatenate([rng.integers(300, 400, 12), many_lengths(rng, 200, 60, 4096)])
     lengths = rng.permutation(np.append(lengths, -lengths.sum() % 16))
     mask = masks.varlen(lengths[lengths > 0], causal=True)
-    placed = WholeDocuments(problem_of(mask, 16, ranks_per_node=4)).in_nodes(4)
+    placed = whole_of(mask, 16, ranks_per_node=4).in_nodes(4)
     cut = number_cut(placed, mask, of_bin=4)
     assert cut <= 3
     area = areas_of(placed, mask, 16)
@@ -108,7 +113,7 @@ def test_a_document_that_is_a_little_too_heavy_loses_its_front():
     lengths = [300, 250, *[64] * 26]
     for causal in (True, False):
         mask = masks.varlen(lengths, causal=causal)
-        placed = WholeDocuments(problem_of(mask, 8, ranks_per_node=4)).in_nodes(4)
+        placed = whole_of(mask, 8, limit=1.05, ranks_per_node=4).in_nodes(4)
         if not causal:
             assert placed is None
             continue
@@ -122,7 +127,7 @@ def test_a_document_that_is_a_little_too_heavy_loses_its_front():
     [masks.causal(640), masks.varlen([320, 320], causal=True), masks.varlen([500, *[20] * 7])],
 )
 def test_few_or_large_documents_are_left_to_others(mask):
-    whole = WholeDocuments(problem_of(mask, 4, ranks_per_node=2))
+    whole = whole_of(mask, 4, ranks_per_node=2)
     assert whole.on_ranks() is None
     assert whole.in_nodes(2) is None
 
@@ -134,3 +139,15 @@ def test_a_plan_of_whole_documents_moves_nothing():
     report = plan.report(mask=mask)
     assert plan.comm == ()
     assert report.imbalance <= 1.014
+
+
+@pytest.mark.parametrize("effort", ["fast", "high"])
+@pytest.mark.parametrize("cp_size", [2, 8])
+def test_nothing_is_searched_for_where_nothing_moves(cp_size, effort, monkeypatch):
+    def search(*arguments):
+        raise AssertionError("chunks are searched")
+
+    monkeypatch.setattr("magi_jax.solver.dispatch.balanced._search", search)
+    rng = np.random.default_rng(2)
+    mask = masks.varlen(many_lengths(rng, 40 * cp_size, 60, 1000 * cp_size), causal=True)
+    assert number_cut(balanced(problem_of(mask, cp_size, effort=effort)), mask) == 0

@@ -84,7 +84,7 @@ def balanced(problem: DispatchProblem) -> Assignment:
 
 
 class _Runs(NamedTuple):
-    """The best placement of long runs."""
+    """The best placement of whole documents or long runs."""
 
     cost: float
     placed: Assignment
@@ -104,9 +104,11 @@ class _Runs(NamedTuple):
         return self.score.total_rows <= FAR_FROM_BOUND * bound
 
     def move_little(self, problem: DispatchProblem) -> bool:
-        """Whether rows cost little beside all else."""
-        few_rows, cp_size = effort_of(problem).few_rows, problem.cp_size
-        few = few_rows * int(problem.edges[-1]) / cp_size
+        """Whether rows cost little beside all else, or none moves."""
+        effort, cp_size = effort_of(problem), problem.cp_size
+        if not self.score.total_rows and self.score.imbalance <= effort.area_limit:
+            return True
+        few = effort.few_rows * int(problem.edges[-1]) / cp_size
         return cp_size > ALWAYS_SEARCHED and self.cost <= few
 
 
@@ -127,7 +129,7 @@ def _placed_at_once(problem: DispatchProblem, per_node: int) -> Iterator[Assignm
     """Placements of documents that are whole on ranks, of long runs, and of documents whole in nodes, each
     made when it is asked for.
     """
-    whole = WholeDocuments(problem)
+    whole = WholeDocuments(problem, effort_of(problem).area_limit)
     if placed := whole.on_ranks():
         yield placed
     yield from runs(problem, effort_of(problem).run_orders)

@@ -40,11 +40,6 @@ class Contents:
         self.left = tokens.tolist()
         self.held: list[list[int]] = [[] for _ in tokens]
 
-    @property
-    def overload(self) -> float:
-        """Of the heaviest bin, as a share of a bin."""
-        return -min(self.room) / self.share
-
     def fill(self) -> None:
         """Heaviest first, each to where most area is left; then those that even tokens out, to where most are
         missing.

@@ -26,14 +26,14 @@ from magi_jax.solver.dispatch.runs import (
 
 # Rows by which tokens are evened out: those that see fewest keys, one of so many, or what four bins hold.
 FILLERS = 8
+# Of the imbalance that is allowed, what a single document may take.
+SLACK = 0.8
 # A document up to so many times too heavy for a bin loses its front, the rows that need none of the others.
 TOO_HEAVY = 2
 # With more documents than this, or fewer for each bin, bins come out equal or unequal anyhow.
 MOST_DOCUMENTS, FEWEST = 4096, 3
 # Of a bin: with more, a number of tokens and an area no longer fit into one integer.
 MOST_TOKENS = 1 << 19
-# Bins that are so much too heavy are not worth what they spare in rows.
-MOST_OVER = 0.04
 
 
 class Bins(NamedTuple):
@@ -54,15 +54,16 @@ class WholeDocuments:
 
     Args:
         problem: what is to be placed.
+        limit: area of a bin over the mean, beyond which there is none.
     """
 
-    def __init__(self, problem: DispatchProblem):
-        self.problem, self.tokens = problem, _tokens(problem)
+    def __init__(self, problem: DispatchProblem, limit: float):
+        self.problem, self.tokens, self.limit = problem, _tokens(problem), limit
         self.documents = _documents_of(problem)
 
     def on_ranks(self) -> Assignment | None:
         """Whole documents on every rank; None where some are too large, or all too few."""
-        found = pack(self.documents, self.tokens, exactly=True) if self.documents else None
+        found = self._packed(self.tokens, exactly=True)
         if found is None:
             return None
         pieces = np.stack([found.begin, found.end - found.begin, found.bin], axis=1)
@@ -71,7 +72,7 @@ class WholeDocuments:
     def in_nodes(self, per_node: int) -> Assignment | None:
         """Whole documents in every node, dealt to its ranks in runs; None as in `on_ranks`."""
         tokens = self.tokens.reshape(-1, per_node)
-        found = pack(self.documents, tokens.sum(axis=1), exactly=False) if self.documents else None
+        found = self._packed(tokens.sum(axis=1), exactly=False)
         if self.documents is None or found is None:
             return None
         rows, dealt = self.documents.rows, []
@@ -82,6 +83,16 @@ class WholeDocuments:
             pieces = deal(rows, *parts.piles((BY_TURNS, FALLING)), shares, self.problem.engine)
             dealt.append(pieces + np.array([0, 0, node * per_node]))
         return assignment_of(np.concatenate(dealt), int(self.problem.edges[-1]))
+
+    def _packed(self, tokens: np.ndarray, exactly: bool) -> Bins | None:
+        if self.documents is None:
+            return None
+        found = pack(self.documents, tokens, exactly, self.limit)
+        if found is None:
+            return None
+        before = self.documents.rows.before
+        area = np.bincount(found.bin, before(found.end) - before(found.begin))
+        return found if area.max() <= self.limit * area.mean() else None
 
 
 def _tokens(problem: DispatchProblem) -> np.ndarray:
@@ -102,20 +113,21 @@ def _documents_of(problem: DispatchProblem) -> Documents | None:
     return Documents.of(RowAreas.of(problem.slices, edges), edges)
 
 
-def pack(documents: Documents, tokens: np.ndarray, exactly: bool) -> Bins | None:
+def pack(documents: Documents, tokens: np.ndarray, exactly: bool, limit: float) -> Bins | None:
     """Whole documents in bins of so many ``tokens [N]`` and of equal area; None where some do not fit.
 
     Args:
         documents: all of the sequence.
         tokens: of each bin.
         exactly: look for bins that no document need be cut for, else for those of most equal area.
+        limit: area of a bin over the mean that a single document may fill.
     """
     number = len(tokens)
     if number < 2 or not FEWEST * number <= len(documents.area) <= MOST_DOCUMENTS:
         return None
     if int(tokens.max()) > MOST_TOKENS:
         return None
-    fitting = _cut_fronts(documents, number, 1.0 if exactly else TOO_HEAVY)
+    fitting = _cut_fronts(documents, number, 1.0 if exactly else TOO_HEAVY, limit)
     if fitting is None or fitting.size.max() > tokens.min():
         return None
     documents = fitting
@@ -126,8 +138,6 @@ def pack(documents: Documents, tokens: np.ndarray, exactly: bool) -> Bins | None
         contents.settle()
     else:
         contents.even_out()
-    if contents.overload > MOST_OVER:
-        return None
     return _cut_evenly(documents, contents)
 
 
@@ -146,13 +156,15 @@ def _weights(documents: Documents, fillers: np.ndarray) -> np.ndarray:
     return documents.area - area * documents.size // rows
 
 
-def _cut_fronts(documents: Documents, number: int, most: float) -> Documents | None:
+def _cut_fronts(documents: Documents, number: int, most: float, limit: float) -> Documents | None:
     """Documents that are too heavy for one of ``number`` bins in two parts; None if any is more than ``most``
     times a bin, or its front is as heavy as its end.
     """
     fillers = _fillers(documents, number)
     weight = _weights(documents, fillers)
+    # What a document may weigh, with all that it leaves out of balance.
     share = int(weight.sum()) // number
+    share += int(SLACK * (limit - 1.0) * int(documents.area.sum())) // number
     heavy = np.flatnonzero(weight > share)
     if not len(heavy):
         return documents
