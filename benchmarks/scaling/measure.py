@@ -199,7 +199,7 @@ class Bench:
         if which == "forward":
             return run_forward
         if piece.key not in self.lse:
-            self.lse[piece.key] = run_forward()[1]
+            self.lse[piece.key] = jax.block_until_ready(run_forward()[1])
         return run_backward
 
     def _operands(self, piece: Piece, table: SliceTable, make: Callable) -> Operands:
