@@ -26,12 +26,11 @@ struct DocumentStats {
 // Into how many parts a document is split by the heads of a group: items are of like length, and
 // what an item keeps of dQ between tiles fits in the scratch of a thread block.
 __device__ __forceinline__ int PartsOfDocument(const BackwardKernelParams& params,
-                                               const Document& document, int blocks,
-                                               int item_blocks) {
-  const int group = params.num_heads / params.num_kv_heads;
-  const int parts = PartsOfTile(blocks, group, item_blocks);
+                                               const Divisors& divisors, const Document& document,
+                                               int blocks, int item_blocks) {
+  const int parts = divisors.PartsOfTile(blocks, item_blocks);
   if (document.NumTiles() == 1) return parts;
-  return max(parts, PartsOfTile(document.NumBlocks(), group, params.sum_slots));
+  return max(parts, divisors.PartsOfTile(document.NumBlocks(), params.sum_slots));
 }
 
 // Whether slice `index` comes after the one before it in queries and keys, and lies in the tensors.
@@ -46,7 +45,8 @@ __device__ __forceinline__ bool Follows(const BackwardKernelParams& params, int 
 
 // All threads of a block, with the same result in all blocks: whether the mask is documents that
 // can be dealt out evenly, and none of which has more dQ than fits in a thread block's scratch.
-__device__ bool AreDocuments(const BackwardKernelParams& params, DocumentStats& stats) {
+__device__ bool AreDocuments(const BackwardKernelParams& params, const Divisors& divisors,
+                             DocumentStats& stats) {
   if (threadIdx.x == 0) stats = {0, 0, 0, 0};
   bool fits = true;
   __syncthreads();
@@ -67,15 +67,16 @@ __device__ bool AreDocuments(const BackwardKernelParams& params, DocumentStats& 
   if (!fits) return false;
   for (int i = threadIdx.x; i < stats.count; i += kPlanThreads) {
     const Document document = DocumentOf(params, i);
-    atomicAdd(&stats.items,
-              PartsOfDocument(params, document, document.BlocksOfHead(), stats.ItemBlocks(params)));
+    atomicAdd(&stats.items, PartsOfDocument(params, divisors, document, document.BlocksOfHead(),
+                                            stats.ItemBlocks(params)));
   }
   __syncthreads();
   return stats.items <= NumTiles(params) * (params.num_heads / params.num_kv_heads);
 }
 
 // One block: lists the items of one kv head by falling length.
-__device__ void PlanDocuments(const BackwardKernelParams& params, const DocumentStats& stats) {
+__device__ void PlanDocuments(const BackwardKernelParams& params, const Divisors& divisors,
+                              const DocumentStats& stats) {
   __shared__ int counts[kItemLengths];
   const int group = params.num_heads / params.num_kv_heads;
   const int num_tiles = NumTiles(params);
@@ -93,7 +94,7 @@ __device__ void PlanDocuments(const BackwardKernelParams& params, const Document
     for (int i = threadIdx.x; i < stats.count; i += kPlanThreads) {
       const Document document = DocumentOf(params, i);
       const int blocks = document.BlocksOfHead();
-      const int parts = PartsOfDocument(params, document, blocks, item_blocks);
+      const int parts = PartsOfDocument(params, divisors, document, blocks, item_blocks);
       step(document, i, parts, length_of(blocks * (group / parts)));
     }
   };

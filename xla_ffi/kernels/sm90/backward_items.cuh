@@ -22,13 +22,40 @@ constexpr int kShortShare = 400, kShortAlikeShare = 1000;
 constexpr int kWholeItemCost = 3, kSplitItemCost = 5;
 constexpr int kItemLimits = 14;  // that are compared: 8, 12, 16, 24, ... 768 blocks
 
-// Into how many parts the heads of a group are split where each walks this many blocks.
-__device__ __forceinline__ int PartsOfTile(int blocks, int group, int item_blocks) {
-  for (int parts = 1; parts < group; ++parts) {
-    if (group % parts == 0 && int64_t{blocks} * (group / parts) <= item_blocks) return parts;
+// Into how many parts the heads of a group may be split: its divisors (no number below 1680 has
+// more than 36). They are kept, since finding them takes longer than all else about a tile.
+struct Divisors {
+  static constexpr int kMost = 36;
+  int count;
+  int parts[kMost], heads[kMost];  // of the group, rising, and of a part
+
+  // All threads of a block.
+  __device__ void Find(int group) {
+    if (threadIdx.x < 32) {
+      int found = 0;
+      for (int first = 1; first <= group; first += 32) {
+        const int divisor = first + threadIdx.x;
+        const bool divides = divisor <= group && group % divisor == 0;
+        const uint32_t dividing = __ballot_sync(0xFFFFFFFF, divides);
+        const int at = found + __popc(dividing & ((1u << threadIdx.x) - 1));
+        if (divides && at < kMost) {
+          parts[at] = divisor;
+          heads[at] = group / divisor;
+        }
+        found += __popc(dividing);
+      }
+      if (threadIdx.x == 0) count = min(found, kMost);
+    }
+    __syncthreads();
   }
-  return group;
-}
+
+  // Parts where each head walks this many blocks.
+  __device__ __forceinline__ int PartsOfTile(int blocks, int item_blocks) const {
+    int at = 0;
+    while (at + 1 < count && int64_t{blocks} * heads[at] > item_blocks) ++at;
+    return parts[at];
+  }
+};
 
 // What a block of threads knows of all tiles.
 struct TileStats {
@@ -62,8 +89,8 @@ struct TileStats {
 
 // Blocks of an item with which a short call ends first, by an estimate of when the last thread
 // block does. All threads of a block; a warp looks at one limit.
-__device__ int FastestItemBlocks(const BackwardKernelParams& params, const int* blocks_of,
-                                 int num_tiles, int num_sms) {
+__device__ int FastestItemBlocks(const BackwardKernelParams& params, const Divisors& divisors,
+                                 const int* blocks_of, int num_tiles, int num_sms) {
   __shared__ unsigned long long best;
   if (threadIdx.x == 0) best = ~0ull;
   __syncthreads();
@@ -73,7 +100,7 @@ __device__ int FastestItemBlocks(const BackwardKernelParams& params, const int* 
     const int limit = (candidate % 2 == 0 ? 8 : 12) << (candidate / 2);
     int items = 0, all = 0, longest = 0, shortest = INT_MAX;
     for (int tile = lane; tile < num_tiles; tile += 32) {
-      const int parts = PartsOfTile(blocks_of[tile], group, limit);
+      const int parts = divisors.PartsOfTile(blocks_of[tile], limit);
       const int blocks =
           blocks_of[tile] * (group / parts) + (parts > 1 ? kSplitItemCost : kWholeItemCost);
       items += parts;

@@ -68,17 +68,20 @@ __global__ void __launch_bounds__(kPlanThreads)
     PrepareBackward(const __grid_constant__ BackwardKernelParams params,
                     const __grid_constant__ Preparation preparation) {
   __shared__ DocumentStats document_stats;
+  __shared__ Divisors divisors;
   LetKernelAfterBegin();
+  if (blockIdx.x == 0 || params.num_document_items != nullptr)
+    divisors.Find(params.num_heads / params.num_kv_heads);
   const bool documents =
-      params.num_document_items != nullptr && AreDocuments(params, document_stats);
+      params.num_document_items != nullptr && AreDocuments(params, divisors, document_stats);
   if (blockIdx.x == 0) {
     if (threadIdx.x < kCounters) params.counter[threadIdx.x] = 0;
     __syncthreads();
     if (documents) {
-      PlanDocuments(params, document_stats);
+      PlanDocuments(params, divisors, document_stats);
       return;
     }
-    PlanWork(params, preparation.block_queries, preparation.num_sms);
+    PlanWork(params, divisors, preparation.block_queries, preparation.num_sms);
     return;
   }
   const int block = blockIdx.x - 1, blocks = gridDim.x - 1;

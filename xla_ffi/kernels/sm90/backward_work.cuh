@@ -116,7 +116,8 @@ __device__ __forceinline__ int ListedTile(const BackwardKernelParams& params, in
 // One block. Lists the items of one kv head: those that start at the first head of the group before
 // those that start at the second. Neighbours walk the same queries, so tiles follow each other by
 // place while that cannot leave a long one to the end; then longest first.
-__device__ void PlanWork(const BackwardKernelParams& params, int block_queries, int num_sms) {
+__device__ void PlanWork(const BackwardKernelParams& params, const Divisors& divisors,
+                         int block_queries, int num_sms) {
   __shared__ int warp_counts[kPlanThreads / 32];
   __shared__ TileStats stats;
   if (threadIdx.x == 0) stats = {0, 0, false};
@@ -140,11 +141,12 @@ __device__ void PlanWork(const BackwardKernelParams& params, int block_queries, 
   const int short_share = stats.AreAlike(num_tiles) ? kShortAlikeShare : kShortShare;
   const bool is_short =
       static_cast<int64_t>(stats.all_blocks) * params.num_heads < int64_t{short_share} * num_sms;
-  if (is_short && !ordered) item_blocks = FastestItemBlocks(params, blocks_of, num_tiles, num_sms);
+  if (is_short && !ordered)
+    item_blocks = FastestItemBlocks(params, divisors, blocks_of, num_tiles, num_sms);
   // Where items wait for each other all tiles are split alike, so that they stand in one order for
   // all heads.
   const auto parts_of = [&](int blocks) {
-    if (!ordered) return PartsOfTile(blocks, group, item_blocks);
+    if (!ordered) return divisors.PartsOfTile(blocks, item_blocks);
     return int64_t{stats.most_blocks} * group > item_blocks ? group : 1;
   };
   for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads) {
