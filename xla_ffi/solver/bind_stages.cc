@@ -22,22 +22,22 @@ class StageCutter {
  public:
   // A cut (slices [B, 6], rank [B], q_offset [B]), ranges that travel [E, 7] in one stage, and the
   // layout of the keys.
-  StageCutter(const Ints& slices, const Ints& rank, const Ints& q_offset, const Ints& remote,
-              Ints edges, Ints owner, Ints offset, int64_t num_ranks, int64_t ranks_per_node)
-      : edges_(std::move(edges)),
+  StageCutter(Ints slices, Ints rank, Ints q_offset, const Ints& remote, Ints edges, Ints owner,
+              Ints offset, int64_t num_ranks, int64_t ranks_per_node)
+      : slices_(std::move(slices)),
+        rank_(std::move(rank)),
+        q_offset_(std::move(q_offset)),
+        edges_(std::move(edges)),
         owner_(std::move(owner)),
         offset_(std::move(offset)),
         layout_(LayoutOf(edges_, owner_, offset_, num_ranks)),
         ranks_per_node_(ranks_per_node),
         own_(FindOwnKeys(layout_)) {
-    Require(slices.size() == 6 * rank.size() && q_offset.size() == rank.size(),
+    Require(slices_.size() == 6 * rank_.size() && q_offset_.size() == rank_.size(),
             "arrays of a cut do not fit together");
     Require(ranks_per_node >= 1, "a node has at least one rank");
-    const auto* rows = RowsOf<BandSlice>(slices);
-    cut_ = {{rows, rows + rank.size()},
-            {rank.data(), rank.data() + rank.size()},
-            {q_offset.data(), q_offset.data() + rank.size()}};
-    for (int64_t r : cut_.rank) Require(r >= 0 && r < num_ranks, "a rank is out of range");
+    for (py::ssize_t i = 0; i < rank_.size(); ++i)
+      Require(rank_.data()[i] >= 0 && rank_.data()[i] < num_ranks, "a rank is out of range");
     const auto* ranges = RowsOf<RemoteRange>(remote);
     far_.assign(ranges, ranges + remote.size() / 7);
     int64_t last = 0;
@@ -180,7 +180,9 @@ class StageCutter {
   }
 
   const HomeCut& Home() {
-    if (!home_) home_ = CutHome(cut_, own_);
+    if (!home_)
+      home_ =
+          CutHome({RowsOf<BandSlice>(slices_), rank_.data(), q_offset_.data(), rank_.size()}, own_);
     return *home_;
   }
 
@@ -197,11 +199,11 @@ class StageCutter {
     return found.emplace(FindNodeRows(std::move(ranges), layout_.num_ranks, ranks_per_node_));
   }
 
+  Ints slices_, rank_, q_offset_;  // of the cut
   Ints edges_, owner_, offset_;
   Layout layout_;
   int64_t ranks_per_node_;
   OwnKeys own_;
-  QueryCut cut_;
   std::vector<RemoteRange> far_;
   std::optional<HomeCut> home_;  // found when it is first asked for
   std::optional<NodeRows> nodes_[3];
@@ -211,8 +213,7 @@ class StageCutter {
 
 void BindStages(py::module_& m) {
   py::class_<StageCutter>(m, "StageCutter")
-      .def(py::init<const Ints&, const Ints&, const Ints&, const Ints&, Ints, Ints, Ints, int64_t,
-                    int64_t>())
+      .def(py::init<Ints, Ints, Ints, const Ints&, Ints, Ints, Ints, int64_t, int64_t>())
       .def("cut", &StageCutter::Cut)
       .def("home_times", &StageCutter::HomeTimes)
       .def("predict", &StageCutter::Predict)

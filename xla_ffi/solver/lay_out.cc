@@ -137,17 +137,17 @@ OwnKeys FindOwnKeys(const Layout& layout) {
   return out;
 }
 
-HomeCut CutHome(const QueryCut& cut, const OwnKeys& own) {
+HomeCut CutHome(const QueryCutView& cut, const OwnKeys& own) {
   HomeCut out;
-  out.home.reserve(cut.slices.size());
+  out.home.reserve(cut.size);
   std::vector<BandSlice> pieces;
-  for (size_t first = 0, last = 0; first < cut.slices.size(); first = last) {
+  for (int64_t first = 0, last = 0; first < cut.size; first = last) {
     const int64_t rank = cut.rank[first];
     const KeySegment* const begin = own.segments.data() + own.ptr[rank];
     const KeySegment* const end = own.segments.data() + own.ptr[rank + 1];
     const KeySegment* segment = begin;
     pieces.clear();
-    for (; last < cut.slices.size() && cut.rank[last] == rank; ++last) {
+    for (; last < cut.size && cut.rank[last] == rank; ++last) {
       const BandSlice& slice = cut.slices[last];
       // Neighbours see keys of one segment as a rule.
       if (segment == end || segment->end <= slice.k_start ||

@@ -29,6 +29,14 @@ struct QueryCut {
   std::vector<int64_t> q_offset;  // [B] takes a global query to its local row
 };
 
+// The same, where it is kept.
+struct QueryCutView {
+  const BandSlice* slices;
+  const int64_t* rank;
+  const int64_t* q_offset;
+  int64_t size;  // B
+};
+
 // Key rows [begin, end) of one segment that travel from src to dst. Sorted by (dst, begin).
 struct RemoteRange {
   int64_t dst, src, begin, end, src_row, stage, dst_row;
@@ -74,7 +82,7 @@ struct HomeCut {
   QueryCut beyond;                 // slices that see keys of other ranks, too
 };
 
-HomeCut CutHome(const QueryCut& cut, const OwnKeys& own);
+HomeCut CutHome(const QueryCutView& cut, const OwnKeys& own);
 
 // Slices of remote stages in local coordinates, those of stage i on rank r with group
 // i * num_ranks + r, sorted by group: they read what stage i brings.

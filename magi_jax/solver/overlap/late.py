@@ -200,6 +200,8 @@ def _split(cut, base, columns, rows, span) -> tuple[QueryCut, QueryCut]:
         limits = (each[part[cuts]] - base[source[cuts]] for each in (begin, end))
         pieces[cuts] = bands.clip(pieces[cuts], **dict(zip(names, limits, strict=True)))
         seen = bands.is_visible(pieces)
-        return QueryCut(pieces[seen], cut.rank[source][seen], cut.q_offset[source][seen])
+        if not seen.all():
+            pieces, source = pieces[seen], source[seen]
+        return QueryCut(pieces, cut.rank[source], cut.q_offset[source])
 
     return inside(gaps[0][filled], gaps[1][filled]), inside(begin, end)
