@@ -17,17 +17,15 @@ import contextlib
 import functools
 import json
 import pathlib
-import statistics
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import add_process_flags, save_ranks, start
-from timing import mean_seconds
+from turns import in_turns, run
 
 import magi_jax
 from magi_jax import dist_attention, masks
@@ -39,8 +37,6 @@ from magi_jax.solver.cost.model import CostModel
 HEAD_DIM = 128
 WINDOW, FRAME = 1024, 2048
 RANK = 32768
-SETTLE_S, TURN_S = 0.3, 0.12  # before what is compared, and of each turn
-TURNS, LONG_TURNS = 4, 3  # of everything that is compared; the latter of calls that are longer
 TRACED_S = 0.3  # of calls in a row in a profile
 DOCUMENTS = json.loads(pathlib.Path(__file__).with_name("kernel_documents.json").read_text())
 
@@ -132,36 +128,6 @@ def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
             row(label | {"transport": which}, seconds, flops * (cp_size if alone else 1), beside)
         )
     return rows
-
-
-def in_turns(calls: dict[str, dict[str, Callable]]) -> dict[str, dict[str, float]]:
-    """Seconds of each pass of each of them, a short while each in turns.
-
-    A card at the limit of its power changes its pace by a tenth within a tenth of a second, and by some per
-    cent within seconds. So calls follow each other without rest, before any are timed too, and what is
-    compared takes turns within that time.
-    """
-    times: dict[str, dict[str, float]] = {which: {} for which in calls}
-    for name in ("forward", "backward"):
-        once = {which: min(run(each[name], 1) for _ in range(2)) for which, each in calls.items()}
-        which = next(iter(calls))
-        run(calls[which][name], max(1, round(SETTLE_S / once[which])))
-        measured: dict[str, list[float]] = {which: [] for which in calls}
-        for _ in range(1 + (TURNS if max(once.values()) < TURN_S else LONG_TURNS)):
-            for which, each in calls.items():
-                once[which] = run(each[name], max(1, round(TURN_S / once[which])))
-                measured[which].append(once[which])
-        for which, values in measured.items():
-            times[which][name] = statistics.mean(values[1:])
-    return times
-
-
-def run(call: Callable, count: int) -> float:
-    """Mean seconds of back-to-back calls, of the slowest process."""
-    seconds = mean_seconds(call, jax.block_until_ready, count)
-    if jax.process_count() == 1:
-        return seconds
-    return float(multihost_utils.process_allgather(np.float64(seconds)).max())
 
 
 def plan_of(mask, cp_size: int, heads: tuple[int, int], **options) -> AttentionPlan:

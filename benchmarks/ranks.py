@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from distributed import HEAD_DIM, cases, described, in_turns, operands, plan_of, single_gpus
+from distributed import HEAD_DIM, cases, described, operands, plan_of, single_gpus
 from jax.sharding import AxisType, Mesh
 from provenance import save
+from turns import in_turns
 
 from magi_jax.comm import InFlight
 from magi_jax.comm.portable import PORTABLE

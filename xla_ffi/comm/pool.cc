@@ -252,13 +252,6 @@ cudaError_t Member::End(std::vector<const void*> buffers) {
   return cudaEventRecord(call.done, side_);
 }
 
-bool Member::HasEarlierCalls() const {
-  for (uint64_t i = 0; i < kMostInFlight; ++i) {
-    if (i != call_ % kMostInFlight && !in_flight_[i].buffers.empty()) return true;
-  }
-  return false;
-}
-
 std::string Member::Finish(cudaStream_t stream, const std::vector<const void*>& buffers) {
   // The latest call comes first: XLA gives buffers out again.
   for (uint64_t age = 0; age < std::min<uint64_t>(kMostInFlight, call_); ++age) {

@@ -74,8 +74,6 @@ class Member {
   uint64_t apart_blocks() const { return apart_blocks_; }
   cudaStream_t apart() const { return apart_; }
   cudaStream_t side() const { return side_; }
-  // Whether calls before the latest are waited for by no stream yet.
-  bool HasEarlierCalls() const;
   // Lets `stream` wait for the call with these buffers; an error or nothing.
   std::string Finish(cudaStream_t stream, const std::vector<const void*>& buffers);
   // After a call that was enqueued by halves: none can follow.

@@ -85,16 +85,14 @@ ffi::Error PlaceOperands(const comm::Member& member, const GroupCall& call, int6
   return ffi::Error::Success();
 }
 
-// How long computation waits at most until a call has its SMs. A stream that has waited for
-// milliseconds takes up to a tenth of one to go on; one that still runs a call takes longer.
+// How long computation waits at most until a call has its SMs: as long as a launch takes, and
+// copies before it into this memory.
 int64_t MostAwaitedNs(const comm::Member& member, const GroupCall& call, int64_t operand_rows) {
-  constexpr int64_t kAloneNs = 500000, kBehindOthersNs = 30000;
-  constexpr int64_t kCopiedBytesPerNs = 1000;  // at the least, into this memory
+  constexpr int64_t kLaunchNs = 30000, kCopiedBytesPerNs = 1000;
   int64_t copied_bytes = 0;
   for (int i = 0; i < call.move.num_leaves && member.config().staging_bytes > 0; ++i)
     copied_bytes += operand_rows * call.move.leaves[i].row_bytes;
-  const int64_t start_ns = member.HasEarlierCalls() ? kBehindOthersNs : kAloneNs;
-  return start_ns + copied_bytes / kCopiedBytesPerNs;
+  return kLaunchNs + copied_bytes / kCopiedBytesPerNs;
 }
 
 // Whether all rows consist of vectors of 16 bytes.
