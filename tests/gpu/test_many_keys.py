@@ -46,11 +46,12 @@ def test_many_keys(path, dtype, dims, heads):
         )
 
 
-def test_short_calls_take_a_kernel_of_their_own():
+@pytest.mark.parametrize(("head_dim", "few"), [(64, FEW_KEYS // 2), (128, FEW_KEYS)])
+def test_short_calls_take_a_kernel_of_their_own(head_dim, few):
     for path in FORWARD_PATHS:
         kernels = []
-        for keys in (FEW_KEYS, FEW_KEYS + 1):
-            q, k = (jax.ShapeDtypeStruct((n, 8, 128), jnp.bfloat16) for n in (100, keys))
+        for keys in (few, few + 1):
+            q, k = (jax.ShapeDtypeStruct((n, 8, head_dim), jnp.bfloat16) for n in (100, keys))
             table = slice_table(masks.full(100, keys))
             kernels.append(path.describe(q, k, k, table).splitlines()[0])
         assert (kernels[0] != kernels[1]) == (path is cuda.SM90), kernels

@@ -65,6 +65,10 @@ def cases() -> dict[str, Case]:
             row_max=False,
             short_dq=True,
         ),
+        # Few queries of many keys, whose walks Hopper's forward cuts.
+        "cut_walks": Case(
+            masks.causal(30, 4200, offset=4170), (8, 1, 128, 128), row_max=False, backward=False
+        ),
         "nothing": Case(masks.varlen([5], k_lengths=[0]).shift(0, 0, 5, 200)),
     }
 

@@ -6,6 +6,7 @@
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_EPILOGUE_H_
 
 #include "xla_ffi/kernels/sm90/kernel_params.h"
+#include "xla_ffi/kernels/sm90/partials.h"
 #include "xla_ffi/kernels/sm90/recompute.h"
 #include "xla_ffi/kernels/sm90/softmax.h"
 
@@ -90,7 +91,8 @@ struct Epilogue {
     for (int row = 0; row < 2; ++row) {
       const RowPlace place(params, tile, row_in_tile + 8 * row);
       const bool writes = place.inside && threadIdx.x % 4 == 0;
-      StoreFloat(params.lse + place.index, results.lse_log2[row] * kLn2, writes && !params.merges);
+      StoreFloat(params.lse + place.index, results.lse_log2[row] * kLn2,
+                 writes && !params.merges && !IsPiece(tile));
       if (params.row_max != nullptr) {
         const float top = stats.reference[row] * kLn2;
         StoreFloat(params.row_max + place.index, sums[row] == sums[row] ? top : sums[row], writes);
@@ -101,10 +103,15 @@ struct Epilogue {
 
   // When the last product is done: outputs that hidden values spoiled are made again, and float32
   // results are merged with what other calls gave, and written.
-  static __device__ __forceinline__ void CloseOutputs(const KernelParams& params,
-                                                      const TileNote& tile, int row_in_tile,
-                                                      float scale_log2, RowResults& results,
-                                                      float (&o)[kCount]) {
+  static __device__ __forceinline__ void CloseOutputs(const KernelParams& params, TileNote& tile,
+                                                      int row_in_tile, float scale_log2,
+                                                      RowResults& results, float (&o)[kCount]) {
+    if (__builtin_expect(IsPiece(tile), 0)) {
+      if (!JoinPieces(params, tile, row_in_tile, results, o)) {
+        tile.token = params.q_len;
+        return;
+      }
+    }
     if (__builtin_expect(IsSpoiled(results.lse_log2, o), 0)) {
       RowsAgain<Traits>(params, tile, row_in_tile, scale_log2, results.lse_log2).Walk(o);
       results.weights[0] = results.weights[1] = 1.0f / RowsAgain<Traits>::kGain;
@@ -136,13 +143,35 @@ struct Epilogue {
   }
 
  private:
+  static __device__ __forceinline__ bool IsPiece(const TileNote& tile) {
+    return Traits::kSplits && tile.IsPiece();
+  }
+
+  // The results of all keys from those of a piece. Returns false if other pieces are to come.
+  static __device__ __forceinline__ bool JoinPieces(const KernelParams& params,
+                                                    const TileNote& tile, int row_in_tile,
+                                                    RowResults& results, float (&o)[kCount]) {
+    Partials<Traits> partials(params.split, tile);
+    const int cuts = tile.Cuts();
+    if (!partials.Leave(tile.Piece(), cuts, results.weights, results.lse_log2, o)) return false;
+    partials.Join(cuts, results.lse_log2, o);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      results.weights[row] = 1.0f;
+      const RowPlace place(params, tile, row_in_tile + 8 * row);
+      StoreFloat(params.lse + place.index, results.lse_log2[row] * kLn2,
+                 place.inside && threadIdx.x % 4 == 0 && !params.merges);
+    }
+    return true;
+  }
+
   struct RowPlace {
     int index;  // of the (token, head) pair; 2^31 of them are more than a device holds
     bool inside;
     __device__ __forceinline__ RowPlace(const KernelParams& params, const TileNote& tile,
                                         int packed_row) {
       const int token = tile.token + (packed_row >> params.pack_log2);
-      const int head = tile.head + (packed_row & ((1 << params.pack_log2) - 1));
+      const int head = tile.Head() + (packed_row & ((1 << params.pack_log2) - 1));
       index = token * params.num_heads + head;
       inside = token < params.q_len;
     }

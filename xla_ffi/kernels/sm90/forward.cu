@@ -8,6 +8,7 @@
 #include "xla_ffi/kernels/sm90/forward.h"
 #include "xla_ffi/kernels/sm90/forward_launch.h"
 #include "xla_ffi/kernels/sm90/kernel_params.h"
+#include "xla_ffi/kernels/sm90/split_plan.cuh"
 
 namespace magi_jax::sm90 {
 namespace {
@@ -30,23 +31,28 @@ struct Instantiation {
   DType dtype;
   int head_dim, v_head_dim;
   const char* name;
+  int block_keys;             // of a block, where there are many keys
   const char* few_keys_name;  // of the kernel for calls with few keys, if they have one
   cudaError_t (*launch)(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
 };
 
 constexpr Instantiation kInstantiations[] = {
-    {DType::kBF16, 64, 64, "sm90 hdim64 bf16 128x192", nullptr, LaunchForwardHdim64Bf16},
-    {DType::kF16, 64, 64, "sm90 hdim64 f16 128x192", nullptr, LaunchForwardHdim64F16},
-    {DType::kBF16, 96, 96, "sm90 hdim96 bf16 128x128", nullptr, LaunchForwardHdim96Bf16},
-    {DType::kF16, 96, 96, "sm90 hdim96 f16 128x128", nullptr, LaunchForwardHdim96F16},
-    {DType::kBF16, 128, 128, "sm90 hdim128 bf16 128x144", "sm90 hdim128 bf16 128x128",
+    {DType::kBF16, 64, 64, "sm90 hdim64 bf16 128x192", 192, "sm90 hdim64 bf16 128x128",
+     LaunchForwardHdim64Bf16},
+    {DType::kF16, 64, 64, "sm90 hdim64 f16 128x192", 192, "sm90 hdim64 f16 128x128",
+     LaunchForwardHdim64F16},
+    {DType::kBF16, 96, 96, "sm90 hdim96 bf16 128x128", 128, nullptr, LaunchForwardHdim96Bf16},
+    {DType::kF16, 96, 96, "sm90 hdim96 f16 128x128", 128, nullptr, LaunchForwardHdim96F16},
+    {DType::kBF16, 128, 128, "sm90 hdim128 bf16 128x144", 144, "sm90 hdim128 bf16 128x128",
      LaunchForwardHdim128Bf16},
-    {DType::kF16, 128, 128, "sm90 hdim128 f16 128x144", "sm90 hdim128 f16 128x128",
+    {DType::kF16, 128, 128, "sm90 hdim128 f16 128x144", 144, "sm90 hdim128 f16 128x128",
      LaunchForwardHdim128F16},
-    {DType::kBF16, 192, 128, "sm90 hdim192x128 bf16 128x96", nullptr, LaunchForwardHdim192x128Bf16},
-    {DType::kF16, 192, 128, "sm90 hdim192x128 f16 128x96", nullptr, LaunchForwardHdim192x128F16},
-    {DType::kBF16, 256, 256, "sm90 hdim256 bf16 128x64", nullptr, LaunchForwardHdim256Bf16},
-    {DType::kF16, 256, 256, "sm90 hdim256 f16 128x64", nullptr, LaunchForwardHdim256F16},
+    {DType::kBF16, 192, 128, "sm90 hdim192x128 bf16 128x96", 96, nullptr,
+     LaunchForwardHdim192x128Bf16},
+    {DType::kF16, 192, 128, "sm90 hdim192x128 f16 128x96", 96, nullptr,
+     LaunchForwardHdim192x128F16},
+    {DType::kBF16, 256, 256, "sm90 hdim256 bf16 128x64", 64, nullptr, LaunchForwardHdim256Bf16},
+    {DType::kF16, 256, 256, "sm90 hdim256 f16 128x64", 64, nullptr, LaunchForwardHdim256F16},
 };
 
 const Instantiation* Find(const Problem& problem) {
@@ -111,6 +117,24 @@ KernelParams MakeKernelParams(const ForwardParams& forward) {
   return params;
 }
 
+// Enqueues the making of a plan, after which `params` follow it.
+cudaError_t PlanSplits(const ForwardParams& forward, void* scratch, int num_blocks, int block_keys,
+                       KernelParams* params, cudaStream_t stream) {
+  auto* const bytes = static_cast<uint8_t*>(scratch);
+  const int most_pieces = MostPieces(NumItems(forward.problem));
+  const SplitScratch split = {
+      static_cast<int32_t*>(scratch), reinterpret_cast<SplitPlan*>(bytes + kPlanOffset),
+      reinterpret_cast<int32_t*>(bytes + kArrivalsOffset),
+      reinterpret_cast<float2*>(bytes + kLseOffset),
+      reinterpret_cast<float4*>(bytes + kLseOffset + most_pieces * kPieceLseBytes)};
+  const SplitPlanParams plan = {split, block_keys, num_blocks, most_pieces, forward.accumulates};
+  const int threads = std::max(128, (params->by_query.num_tiles + 31) / 32 * 32);
+  MakeSplitPlan<<<1, threads, 0, stream>>>(*params, plan);
+  params->counter = split.counter;
+  params->split = split;
+  return cudaGetLastError();
+}
+
 }  // namespace
 
 const char* RefuseForward(const ForwardParams& forward) {
@@ -123,6 +147,7 @@ const char* RefuseForward(const ForwardParams& forward) {
   if (problem.num_kv_heads <= 0 || problem.num_heads % problem.num_kv_heads != 0) {
     return "sm90 forward needs a number of heads that is a multiple of the number of kv heads";
   }
+  if (problem.num_heads > kMostHeads) return "sm90 forward takes at most 65535 heads";
   if (problem.tile_size <= 0 || problem.tile_size % (kBlockM >> PackLog2(problem)) != 0) {
     return "sm90 forward needs a slice table whose tile size is a multiple of 128";
   }
@@ -136,7 +161,10 @@ const char* RefuseForward(const ForwardParams& forward) {
   return nullptr;
 }
 
-size_t ForwardScratchBytes(const Problem&) { return sizeof(int); }
+size_t ForwardScratchBytes(const Problem& problem) {
+  if (!MaySplit(problem)) return sizeof(int);
+  return kLseOffset + MostPieces(NumItems(problem)) * PieceBytes(problem.v_head_dim);
+}
 
 void DescribeForward(const Problem& problem, char* text, size_t size) {
   const Instantiation* found = Find(problem);
@@ -158,6 +186,11 @@ cudaError_t Forward(const ForwardParams& forward, void* scratch, cudaStream_t st
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
+  if (MaySplit(problem) && !params.transform && forward.row_max == nullptr) {
+    error = PlanSplits(forward, scratch, num_sms, instantiation->block_keys, &params, stream);
+    if (error != cudaSuccess) return error;
+    return instantiation->launch(forward, params, num_sms, stream);
+  }
   const int grid = std::min(params.num_work, num_sms);
   // Clearing the counter costs as much as a tenth of a call of 1024 tokens. Without it a block of
   // the grid that must wait for a multiprocessor does all its tiles late, so long calls always have

@@ -98,15 +98,18 @@ cudaError_t LaunchKernel(const ForwardParams& forward, const KernelParams& param
 template <typename Traits>
 cudaError_t LaunchForward(const ForwardParams& forward, const KernelParams& params, int grid,
                           cudaStream_t stream) {
-  return params.transform ? LaunchKernel<Transforming<Traits>>(forward, params, grid, stream)
-                          : LaunchKernel<Traits>(forward, params, grid, stream);
+  if constexpr (Traits::kSplits) {
+    if (params.split.plan != nullptr) return LaunchKernel<Traits>(forward, params, grid, stream);
+  }
+  return params.transform ? LaunchKernel<Transforming<Whole<Traits>>>(forward, params, grid, stream)
+                          : LaunchKernel<Whole<Traits>>(forward, params, grid, stream);
 }
 
 // Calls with few keys take kernel `Few`, whose blocks of keys fit common short lengths.
 template <typename Traits, typename Few>
 cudaError_t LaunchForward(const ForwardParams& forward, const KernelParams& params, int grid,
                           cudaStream_t stream) {
-  return TakesFewKeys(forward.problem) ? LaunchKernel<Few>(forward, params, grid, stream)
+  return TakesFewKeys(forward.problem) ? LaunchKernel<Whole<Few>>(forward, params, grid, stream)
                                        : LaunchForward<Traits>(forward, params, grid, stream);
 }
 

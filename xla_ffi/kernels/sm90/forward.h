@@ -16,17 +16,17 @@ namespace magi_jax::sm90 {
 // accept; null when it can. The string is static.
 const char* RefuseForward(const ForwardParams& params);
 
-// Scratch that Forward() needs, 4-byte aligned, contents undefined before and after. Depends on
-// nothing else.
+// Scratch that Forward() needs, 16-byte aligned, contents undefined before and after. Depends on
+// sizes and the soft cap alone.
 size_t ForwardScratchBytes(const Problem& problem);
 
 // What runs for this problem, for example "sm90 hdim128 128x128 pack8". Writes at most `size`
 // bytes.
 void DescribeForward(const Problem& problem, char* text, size_t size);
 
-// Enqueues the kernel on `stream` of the current device: one memset node and one kernel at most, no
-// host synchronisation, no allocation. The problem must not be refused. Returns the launch error,
-// if any.
+// Enqueues the kernel on `stream` of the current device, and a memset or a small kernel before it
+// at most: no host synchronisation, no allocation. The problem must not be refused. Returns the
+// launch error, if any.
 cudaError_t Forward(const ForwardParams& params, void* scratch, cudaStream_t stream);
 
 }  // namespace magi_jax::sm90

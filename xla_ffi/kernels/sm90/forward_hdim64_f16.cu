@@ -5,7 +5,8 @@ namespace magi_jax::sm90 {
 cudaError_t LaunchForwardHdim64F16(const ForwardParams& forward, const KernelParams& params,
                                    int grid, cudaStream_t stream) {
   using Traits = ForwardTraits<__half, 64, 64, 192, 2, true, 4, Turns::kSoftmax>;
-  return LaunchForward<Traits>(forward, params, grid, stream);
+  using Few = ForwardTraits<__half, 64, 64, 128, 2, true, 4, Turns::kSoftmax>;
+  return LaunchForward<Traits, Few>(forward, params, grid, stream);
 }
 
 }  // namespace magi_jax::sm90

@@ -19,9 +19,11 @@ inline bool NeedsTransform(const Problem& problem) {
   return problem.logits_soft_cap != 0.0f || !(problem.scale > 0.0f);
 }
 
-// Whether a call goes to the kernel for few keys, where there is one.
+// Whether a call goes to the kernel for few keys, where there is one. At head dim 64 wide blocks
+// win earlier.
 inline bool TakesFewKeys(const Problem& problem) {
-  return problem.k_len <= kFewKeys && !NeedsTransform(problem);
+  const int few = problem.head_dim == 64 ? kFewKeys / 2 : kFewKeys;
+  return problem.k_len <= few && !NeedsTransform(problem);
 }
 
 cudaError_t LaunchForwardHdim64Bf16(const ForwardParams&, const KernelParams&, int grid,

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "xla_ffi/common/params.h"
+#include "xla_ffi/kernels/sm90/split_plan.h"
 #include "xla_ffi/kernels/sm90/tma.h"
 
 namespace magi_jax::sm90 {
@@ -48,7 +49,8 @@ struct ForwardTraits {
   static constexpr int kShortKeys = (kBlockN / 2 + 15) / 16 * 16;
   // A thread's sum over its columns of a block up to which no probability is too large for PV.
   static constexpr float kMostLazySum = std::is_same_v<Element, __half> ? 0x1p15f : 0x1p60f;
-  static constexpr bool kTransform = false;  // logits need TransformLogits
+  static constexpr bool kTransform = false;                        // logits need TransformLogits
+  static constexpr bool kSplits = kHeadDim >= kLeastSplitHeadDim;  // walks may be cut
   static constexpr Turns kTurns = kTurnsT;
 
   static constexpr int kConsumers = 2;             // warpgroups of 64 rows
@@ -79,6 +81,12 @@ struct Transforming : Traits {
   static constexpr bool kTransform = true;
 };
 
+// The same for calls whose walks are never cut.
+template <typename Traits>
+struct Whole : Traits {
+  static constexpr bool kSplits = false;
+};
+
 // What the walker tells about a block of keys.
 enum BlockFlags : int32_t {
   kFirstBlock =
@@ -101,9 +109,27 @@ struct alignas(16) BlockHeader {
   int32_t num_slices, ids_begin;  // negative: more than fit, in `ids` from ids_begin on
 };
 
+// Rows of a tile, and which piece of their keys, in few registers.
 struct TileNote {
-  int32_t token, head;  // of row 0
+  int32_t token;  // of row 0; past the last where nothing is to be written
+  // Head of row 0 (16 bits), piece (3), number of pieces less one (3), place of the first (10).
+  uint32_t packed;
+
+  static __device__ __forceinline__ TileNote Of(int token, int head) {
+    return {token, static_cast<uint32_t>(head)};
+  }
+  __device__ __forceinline__ void Cut(int piece, int cuts, int first_place) {
+    packed = Head() | piece << 16 | (cuts - 1) << 19 | static_cast<uint32_t>(first_place) << 22;
+  }
+  __device__ __forceinline__ void MakeWhole() { packed &= 0xFFFF; }
+  __device__ __forceinline__ int Head() const { return packed & 0xFFFF; }
+  __device__ __forceinline__ bool IsPiece() const { return packed >> 16 != 0; }
+  __device__ __forceinline__ int Piece() const { return packed >> 16 & 7; }
+  __device__ __forceinline__ int Cuts() const { return (packed >> 19 & 7) + 1; }
+  __device__ __forceinline__ int FirstPlace() const { return packed >> 22; }
 };
+static_assert(kMostCuts <= 8 && kMostPieces <= 1024);
+constexpr int kMostHeads = 0xFFFF;
 
 // What is known of a block of keys before it is loaded.
 struct BlockNote {
@@ -151,6 +177,27 @@ struct KernelParams {
   int table_tile_size;
   int num_kv_heads, section_kv_heads;
   int num_work;
+  SplitScratch split;  // whose plan is null: no walk is cut, and the above says what is dealt out
+};
+
+// What the runs [first, end) of a tile cover together.
+struct TileExtent {
+  int keys = 0;
+  bool has_short_lists = true;  // no run has more slices than a note
+
+  __device__ __forceinline__ TileExtent(const KernelParams& params, int first, int end) {
+#pragma unroll 1
+    for (int r = first; r < end; ++r) {
+      const Run& run = params.by_query.runs[r];
+      // A sum of hostile runs stays where it can be added to.
+      keys = min(keys + KeysOf(params, run), 1 << 30);
+      has_short_lists &= run.ids_end - run.ids_begin <= kNoteSlices;
+    }
+  }
+
+  static __device__ __forceinline__ int KeysOf(const KernelParams& params, const Run& run) {
+    return max(min(run.end, params.k_len) - max(run.begin, 0), 0);
+  }
 };
 
 // Slot of the n-th use of a ring of kCount slots, and the parity of the phase that is then current

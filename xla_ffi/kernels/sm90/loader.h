@@ -76,7 +76,7 @@ struct Loader {
       for (int i = 0; i < Traits::kConsumers * Traits::kChunks; ++i) {
         const int first_row = tile.token + (64 >> params.pack_log2) * (i / Traits::kChunks);
         CopyBox(destination + i * 64 * Traits::kRowBytes, &q_map, barrier,
-                i % Traits::kChunks * kChunk, tile.head, first_row, kEvictFirst);
+                i % Traits::kChunks * kChunk, tile.Head(), first_row, kEvictFirst);
       }
     }
     ++tiles;

@@ -289,11 +289,11 @@ struct Consumer {
     for (int i = 0; i < 2; ++i) {
       const int packed_row = thread_row + 8 * i;
       const int token = min(tile.token + (packed_row >> params.pack_log2), params.q_len - 1);
-      const int head = tile.head + (packed_row & ((1 << params.pack_log2) - 1));
+      const int head = tile.Head() + (packed_row & ((1 << params.pack_log2) - 1));
       q[i] = static_cast<const Element*>(params.q) +
              (static_cast<int64_t>(token) * params.num_heads + head) * Traits::kHeadDim;
     }
-    const int kv_head = tile.head / (params.parts_per_group << params.pack_log2);
+    const int kv_head = tile.Head() / (params.parts_per_group << params.pack_log2);
     const Element* k =
         static_cast<const Element*>(params.k) + static_cast<int64_t>(kv_head) * Traits::kHeadDim;
     int first_key = key_start + threadIdx.x % 4 * 2;

@@ -52,13 +52,13 @@ class RowsAgain {
                                        const float (&lse_log2)[2])
       : params_(params), scale_log2_(scale_log2), column_(threadIdx.x % 4 * 2) {
     const int group = params.parts_per_group << params.pack_log2;
-    kv_head_ = tile.head / group;
+    kv_head_ = tile.Head() / group;
     table_tile_ = tile.token / params.table_tile_size;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int packed_row = row_in_tile + 8 * row;
       query_[row] = min(tile.token + (packed_row >> params.pack_log2), params.q_len - 1);
-      const int head = tile.head + (packed_row & ((1 << params.pack_log2) - 1));
+      const int head = tile.Head() + (packed_row & ((1 << params.pack_log2) - 1));
       q_row_[row] =
           static_cast<const Element*>(params.q) +
           (static_cast<int64_t>(query_[row]) * params.num_heads + head) * Traits::kHeadDim +

@@ -9,42 +9,85 @@ namespace magi_jax::sm90 {
 
 struct WorkTile {
   int table_tile;  // tile of the slice table whose runs apply
-  int token;       // first of the tile's 128 / pack tokens; may be past the last row
-  int head, kv_head;
+  int kv_head;
+  TileNote note;  // its token is the first of the tile's 128 / pack; may be past the last row
 };
 
 // Work items of a section of kv heads; the last may have fewer.
-__device__ __forceinline__ int SectionWork(const KernelParams& params) {
-  return params.by_query.num_tiles * params.section_kv_heads * params.parts_per_group *
-         params.parts_per_tile;
+__device__ __forceinline__ int SectionWork(const KernelParams& params, int num_tiles) {
+  return num_tiles * params.section_kv_heads * params.parts_per_group * params.parts_per_tile;
+}
+
+// An item of table tile `rank` and a kv head: `index` is that of the part of the group and of the
+// table tile.
+__device__ __forceinline__ WorkTile TileOf(const KernelParams& params, int rank, int kv_head,
+                                           int index, int tokens) {
+  const int part = index / params.parts_per_tile, sub_tile = index % params.parts_per_tile;
+  // A table may be hostile; its entries must not lead outside of the arrays.
+  const int table_tile = min(max(params.by_query.order[rank], 0), params.by_query.num_tiles - 1);
+  return {table_tile, kv_head,
+          TileNote::Of(table_tile * params.table_tile_size + sub_tile * tokens,
+                       (kv_head * params.parts_per_group + part) << params.pack_log2)};
 }
 
 // Work is ordered by section of kv heads, then longest tile first, then kv head, so that the keys
 // of a section stay in L2 and each section ends with its shortest tiles.
-__device__ __forceinline__ WorkTile DecodeWork(const KernelParams& params, int work, int tokens) {
+__device__ __forceinline__ WorkTile DecodeWork(const KernelParams& params, int work, int num_tiles,
+                                               int tokens) {
   const int per_kv_head = params.parts_per_group * params.parts_per_tile;
-  const int per_section = SectionWork(params);
+  const int per_section = SectionWork(params, num_tiles);
   const int section = work / per_section;
   const int section_begin = section * params.section_kv_heads;
   const int section_heads = min(params.section_kv_heads, params.num_kv_heads - section_begin);
   work -= section * per_section;
   const int rank = work / (section_heads * per_kv_head);
   work -= rank * section_heads * per_kv_head;
-  const int kv_head = section_begin + work / per_kv_head;
-  work %= per_kv_head;
-  const int part = work / params.parts_per_tile, sub_tile = work % params.parts_per_tile;
-  // A table may be hostile; its entries must not lead outside of the arrays.
-  const int table_tile = min(max(params.by_query.order[rank], 0), params.by_query.num_tiles - 1);
-  return {table_tile, table_tile * params.table_tile_size + sub_tile * tokens,
-          (kv_head * params.parts_per_group + part) << params.pack_log2, kv_head};
+  return TileOf(params, rank, section_begin + work / per_kv_head, work % per_kv_head, tokens);
+}
+
+// The same of a plan: items with runs, some of which are cut, and then those without.
+__device__ __forceinline__ WorkTile DecodePlanned(const KernelParams& params, int work,
+                                                  int tokens) {
+  const SplitPlan& plan = *params.split.plan;
+  if (work >= plan.num_dense) {
+    const int per_kv_head = params.parts_per_group * params.parts_per_tile;
+    const int index = work - plan.num_dense, of_heads = index / per_kv_head;
+    return TileOf(params, plan.active_tiles + of_heads / params.num_kv_heads,
+                  of_heads % params.num_kv_heads, index % per_kv_head, tokens);
+  }
+  int item = work, cuts_log2 = 0, piece = 0;
+  const int place = work - plan.begin[0];
+  if (place >= 0) {
+    int rest = place;
+    item = plan.begin[0];
+#pragma unroll 1
+    for (cuts_log2 = 1; cuts_log2 <= kCutClasses; ++cuts_log2) {
+      const int items = plan.begin[cuts_log2] - item;
+      if (rest < items << cuts_log2) break;
+      rest -= items << cuts_log2;
+      item += items;
+    }
+    if (cuts_log2 > kCutClasses) cuts_log2 = 0;
+    item += rest >> cuts_log2;
+    piece = rest & ((1 << cuts_log2) - 1);
+  }
+  WorkTile tile = DecodeWork(params, item, plan.active_tiles, tokens);
+  if (cuts_log2 > 0) tile.note.Cut(piece, 1 << cuts_log2, place - piece);
+  return tile;
 }
 
 // Asks for the next tile early and reads the answer late, so that the trip to memory is hidden.
+template <bool kSplits>
 struct TileScheduler {
   int work = blockIdx.x, next;
 
   __device__ __forceinline__ bool HasWork(const KernelParams& params) const {
-    return work < params.num_work;
+    return work < (IsPlanned(params) ? params.split.plan->num_work : params.num_work);
+  }
+
+  __device__ __forceinline__ WorkTile Tile(const KernelParams& params, int tokens) const {
+    return IsPlanned(params) ? DecodePlanned(params, work, tokens)
+                             : DecodeWork(params, work, params.by_query.num_tiles, tokens);
   }
 
   __device__ __forceinline__ void Request(const KernelParams& params) {
@@ -55,14 +98,22 @@ struct TileScheduler {
       next = atomicAdd(params.counter, 1) + gridDim.x;
   }
 
-  // Nothing is left to do in the section of `work`: whoever asks next goes on behind it.
+  // Nothing is left to do in the section of `work`: whoever asks next goes on behind it. A plan has
+  // none of this.
   __device__ __forceinline__ void LeaveSection(const KernelParams& params) const {
-    const int end = (work / SectionWork(params) + 1) * SectionWork(params);
+    if (IsPlanned(params)) return;
+    const int section_work = SectionWork(params, params.by_query.num_tiles);
+    const int end = (work / section_work + 1) * section_work;
     if (params.counter != nullptr && threadIdx.x % 32 == 0)
       atomicMax(params.counter, end - static_cast<int>(gridDim.x));
   }
 
   __device__ __forceinline__ void Advance() { work = __shfl_sync(0xFFFFFFFF, next, 0); }
+
+ private:
+  static __device__ __forceinline__ bool IsPlanned(const KernelParams& params) {
+    return kSplits && params.split.plan != nullptr;
+  }
 };
 
 }  // namespace magi_jax::sm90

@@ -43,10 +43,11 @@ struct Walker {
   uint32_t blocks = 0;  // handed over
 
   WorkTile tile;
-  int last_token;  // of the tile, inside the sequence
-  bool has_note;   // a block of this tile is written down and not handed over
-  Run run;
-  int num_chunks;  // groups of 32 slices of the run
+  int last_token;              // of the tile, inside the sequence
+  bool has_note;               // a block of this tile is written down and not handed over
+  int keys_before, keys_left;  // of its runs, to be skipped and to be walked
+  Run run;                     // from `begin` to `end` it is walked
+  int num_chunks;              // groups of 32 slices of the run
   LaneSlice mine;
 
   __device__ __forceinline__ Walker(const KernelParams& params, SharedStorage<Traits>& shared)
@@ -54,15 +55,15 @@ struct Walker {
 
   // Walks all tiles of this block of the grid.
   __device__ void Work() {
-    TileScheduler scheduler;
+    TileScheduler<Traits::kSplits> scheduler;
     const int tokens_per_tile = Traits::kBlockM >> params.pack_log2;
     while (scheduler.HasWork(params)) {
       scheduler.Request(params);
-      tile = DecodeWork(params, scheduler.work, tokens_per_tile);
+      tile = scheduler.Tile(params, tokens_per_tile);
       if (params.accumulates && params.row_max == nullptr && HasNoRuns()) {
         scheduler.LeaveSection(params);  // tiles are ordered by their work
-      } else if (tile.token < params.q_len) {
-        last_token = min(tile.token + tokens_per_tile, params.q_len) - 1;
+      } else if (tile.note.token < params.q_len) {
+        last_token = min(tile.note.token + tokens_per_tile, params.q_len) - 1;
         WalkTile();
       }
       scheduler.Advance();
@@ -73,6 +74,8 @@ struct Walker {
   }
 
  private:
+  __device__ __forceinline__ bool IsPiece() const { return Traits::kSplits && tile.note.IsPiece(); }
+
   __device__ __forceinline__ bool HasNoRuns() const {
     const int32_t* const ptr = params.by_query.ptr + tile.table_tile;
     return ptr[0] >= ptr[1];
@@ -80,10 +83,16 @@ struct Walker {
 
   __device__ void WalkTile() {
     has_note = false;
-    if (params.merges) PrefetchEarlier();
     const int first_run = max(params.by_query.ptr[tile.table_tile], 0);
     const int end_run = min(params.by_query.ptr[tile.table_tile + 1], params.by_query.num_runs);
-    for (int r = first_run; r < end_run; ++r) WalkRun(params.by_query.runs[r]);
+    keys_before = 0;
+    keys_left = INT_MAX;
+    if (IsPiece() && !TakePiece(first_run, end_run)) return;
+    if (params.merges) PrefetchEarlier();
+    for (int r = first_run; r < end_run; ++r) {
+      if (EnterRun(params.by_query.runs[r])) WalkRun();
+    }
+    if (IsPiece() && !has_note) WriteHiddenBlock();
     if (has_note) {
       HandOver(kLastBlock);
     } else {
@@ -91,8 +100,43 @@ struct Walker {
     }
   }
 
-  __device__ void WalkRun(const Run& next_run) {
+  // The tile's piece of the keys of its runs, in as many pieces as it is worth. Returns false if
+  // there are fewer than planned, and this is none of them.
+  __device__ __forceinline__ bool TakePiece(int first_run, int end_run) {
+    const TileExtent extent(params, first_run, end_run);
+    const int blocks = extent.keys / Traits::kBlockN;
+    const int most = extent.has_short_lists ? min(tile.note.Cuts(), blocks / kLeastBlocks) : 1;
+    const int cuts = max(most, 1), piece = tile.note.Piece();
+    if (cuts > 1) {
+      tile.note.Cut(piece, cuts, tile.note.FirstPlace());
+      keys_left = (blocks / cuts + 1) * Traits::kBlockN;
+      keys_before = piece * keys_left;
+      if (piece == cuts - 1) keys_left = INT_MAX;
+    } else {
+      tile.note.MakeWhole();
+    }
+    return piece < cuts;
+  }
+
+  // Takes up a run, cut to the keys that are walked. Returns whether there are some.
+  __device__ __forceinline__ bool EnterRun(const Run& next_run) {
     run = next_run;
+    if (!IsPiece()) {
+      run.begin = 0;
+      run.end = INT_MAX;
+      return true;
+    }
+    const int keys = TileExtent::KeysOf(params, run);
+    const int skipped = min(keys_before, keys), taken = min(keys - skipped, keys_left);
+    keys_before -= skipped;
+    keys_left -= taken;
+    run.begin = max(run.begin, 0) + skipped;
+    run.end = run.begin + taken;
+    run.full_end = min(run.full_end, run.end);
+    return taken > 0;
+  }
+
+  __device__ void WalkRun() {
     run.ids_begin = min(max(run.ids_begin, 0), params.by_query.num_ids);
     run.ids_end = min(max(run.ids_end, 0), params.by_query.num_ids);
     num_chunks = (run.ids_end - run.ids_begin + 31) / 32;
@@ -106,14 +150,17 @@ struct Walker {
   }
 
   __device__ __forceinline__ Slice SliceOf(int index) const {
-    return params.slices[min(max(params.by_query.ids[index], 0), params.num_slices - 1)];
+    Slice slice = params.slices[min(max(params.by_query.ids[index], 0), params.num_slices - 1)];
+    slice.k_start = max(slice.k_start, run.begin);
+    slice.k_end = min(slice.k_end, run.end);
+    return slice;
   }
 
   __device__ __forceinline__ void LoadSlices(int chunk) {
     const int index = run.ids_begin + 32 * chunk + lane;
     mine.Clear();
     if (index >= run.ids_end) return;
-    mine.Cut(SliceOf(index), tile.token, last_token);
+    mine.Cut(SliceOf(index), tile.note.token, last_token);
   }
 
   // First key at or after `key` that some row of the tile sees, or INT_MAX.
@@ -161,10 +208,16 @@ struct Walker {
         (first ? kFirstBlock : 0) | (full ? 0 : kMaskedBlock) | (is_short ? kShortBlock : 0);
     if (lane == 0) {
       note.header = {key, flags, count, run.ids_begin};
-      note.tile = {tile.token, tile.head};
+      note.tile = tile.note;
       note.kv_head = tile.kv_head;
     }
     has_note = true;
+  }
+
+  // A block of which nothing is visible, for a piece without keys: the others count on it.
+  __device__ __forceinline__ void WriteHiddenBlock() {
+    run.full_begin = run.full_end = num_chunks = 0;
+    WriteNote(0, true);
   }
 
   __device__ __forceinline__ void HandOver(int flags) {
@@ -178,8 +231,8 @@ struct Walker {
   // What the tile will be merged with, to L2: by its end nobody should wait for memory.
   __device__ __forceinline__ void PrefetchEarlier() const {
     const uint32_t bytes = Traits::kVHeadDim * sizeof(float) << params.pack_log2;
-    for (int row = tile.token + lane; row <= last_token; row += 32) {
-      const int64_t index = static_cast<int64_t>(row) * params.num_heads + tile.head;
+    for (int row = tile.note.token + lane; row <= last_token; row += 32) {
+      const int64_t index = static_cast<int64_t>(row) * params.num_heads + tile.note.Head();
       PrefetchBulk(static_cast<const float*>(params.out) + index * Traits::kVHeadDim, bytes);
     }
   }
@@ -197,9 +250,10 @@ struct Walker {
   // Stores that follow each other closely: other warps have nothing to do meanwhile.
   __device__ __forceinline__ void ClearTile(int words, int row_words) const {
     const int pack = 1 << params.pack_log2;
-    const int count = last_token - tile.token + 1;
+    const int count = last_token - tile.note.token + 1;
     auto* const out = static_cast<uint4*>(params.out) +
-                      static_cast<int64_t>(tile.token) * row_words + words / pack * tile.head;
+                      static_cast<int64_t>(tile.note.token) * row_words +
+                      words / pack * tile.note.Head();
     for (int i = lane; i < words; i += 32) {
 #pragma unroll 8
       for (int row = 0; row < count; ++row) {
@@ -212,8 +266,8 @@ struct Walker {
   // The tile's rows of `[T, N]`: -inf.
   __device__ __forceinline__ void FillRows(float* rows) const {
     const int pack = 1 << params.pack_log2;
-    rows += static_cast<int64_t>(tile.token) * params.num_heads + tile.head;
-    for (int i = lane; i < (last_token - tile.token + 1) * pack; i += 32) {
+    rows += static_cast<int64_t>(tile.note.token) * params.num_heads + tile.note.Head();
+    for (int i = lane; i < (last_token - tile.note.token + 1) * pack; i += 32) {
       rows[static_cast<int64_t>(i >> params.pack_log2) * params.num_heads + (i & (pack - 1))] =
           -INFINITY;
     }
