@@ -31,6 +31,7 @@ from scaling.work import (
 )
 
 FAR = np.log(1.25)  # of a time from the fit to the others
+DOUBT = 2  # calls that would say the fit is right
 ENOUGH = 100  # timed pieces, for a fit that says what to time
 PEAK_TFLOPS = 989.0  # of an H100 or H200 in bfloat16
 
@@ -233,7 +234,7 @@ def kernel_times(
     """Times of all calls of a work, and the same with zeros for what the fit gave.
 
     The timed calls of a step say how far the fit is off on calls of its kind: it is taken to be off by their
-    median on all others.
+    median on all others, the more of it the more calls say so.
     """
 
     def times_of(calls: np.ndarray, which: str) -> np.ndarray:
@@ -242,7 +243,8 @@ def kernel_times(
         by_fit = np.array([predicted[which].get(key, 0.0) for key in names])
         known = measured > 0
         if known.any():
-            by_fit *= np.median(measured[known] / by_fit[known])
+            off = np.median(measured[known] / by_fit[known])
+            by_fit *= off ** (known.sum() / (known.sum() + DOUBT))
         us = np.stack([np.where(known, measured, by_fit), measured])
         return us[:, place].reshape(2, *calls.shape)
 

@@ -4,7 +4,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scaling.work import HEAD_DIM, NODE, NUM_HEADS
+from scaling.work import (
+    FAR_GBPS,
+    FAR_LATENCY_US,
+    HEAD_DIM,
+    NEAR_GBPS,
+    NEAR_LATENCY_US,
+    NODE,
+    NUM_HEADS,
+)
 
 
 class Machine(NamedTuple):
@@ -18,10 +26,10 @@ class Machine(NamedTuple):
         grad_bytes: bytes of an element of dK and dV on the wire for our strategy; the others send two.
     """
 
-    near: float = 450e3
-    far: float = 50e3
-    near_latency_us: float = 10.0
-    far_latency_us: float = 20.0
+    near: float = NEAR_GBPS * 1e3
+    far: float = FAR_GBPS * 1e3
+    near_latency_us: float = NEAR_LATENCY_US
+    far_latency_us: float = FAR_LATENCY_US
     memory: float = 4000e3
     node: int = NODE
     grad_bytes: int = 4

@@ -1,6 +1,5 @@
 """What each rank computes in each step of a strategy, as pieces that are timed once each."""
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -18,8 +17,11 @@ from magi_jax import masks
 from magi_jax.masks import AttnMask, algebra, bands
 from magi_jax.plan import AttentionPlan, PlanConfig, make_plan
 from magi_jax.plan.tables import N_ROWS, PEER, AnyComm, CommMeta, StageTables
+from magi_jax.solver.cost.model import CostModel
 
 TOKENS_PER_RANK, NODE = 8192, 8
+NEAR_GBPS, FAR_GBPS = 450.0, 50.0  # what a GPU receives inside a node and across nodes
+NEAR_LATENCY_US, FAR_LATENCY_US = 10.0, 20.0
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 64, 8, 128
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # times heads and head dim
 OURS = "magi_jax"
@@ -180,10 +182,14 @@ def make_work(name: str, problem: Problem, num_ranks: int, pieces: dict[str, Pie
 
 
 def _our_plan(problem: Problem, num_ranks: int, alike: bool) -> AttentionPlan:
-    config = PlanConfig(ranks_per_node=min(NODE, num_ranks))
-    if alike:
-        rates = dataclasses.replace(config.cost_model, grad_bytes=2)
-        config = dataclasses.replace(config, effort="high", cost_model=rates)
+    rates = CostModel(
+        link_gbps=NEAR_GBPS,
+        node_link_gbps=FAR_GBPS,
+        latency_us=FAR_LATENCY_US if num_ranks > NODE else NEAR_LATENCY_US,
+        grad_bytes=2 if alike else 4,
+    )
+    effort = "high" if alike else "fast"
+    config = PlanConfig(ranks_per_node=min(NODE, num_ranks), effort=effort, cost_model=rates)
     return make_plan(problem.mask, num_ranks, config)
 
 

@@ -153,9 +153,9 @@ def test_times_are_measured_where_they_are_known(problem):
     assert not measured.forward[others].any()
     for place in np.argwhere(others & (work.calls != "")):
         by_fit = predicted["forward"][work.calls[tuple(place)]]
-        np.testing.assert_allclose(
-            times.forward[tuple(place)], 2 * by_fit
-        )  # as far off as what was timed
+        # As far off as what was timed, but for doubt.
+        expected = 2 ** (1 / (1 + commands.DOUBT)) * by_fit
+        np.testing.assert_allclose(times.forward[tuple(place)], expected)
     by_fit = [[predicted["backward"].get(key, 0.0) for key in row] for row in work.backward_calls]
     np.testing.assert_allclose(times.backward, by_fit)
 
