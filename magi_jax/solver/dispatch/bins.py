@@ -21,6 +21,18 @@ PARTNERS, CLOSE, FAR, ANYHOW = 4, 500, 20, 4
 EXCHANGES = 8
 
 
+class _Sets(NamedTuple):
+    """Sets of a few documents of a bin: ``[S, n]`` documents, -1 none; their tokens and weights ``[S]``."""
+
+    documents: np.ndarray
+    size: np.ndarray
+    weight: np.ndarray
+
+    def of(self, i: int) -> list[int]:
+        """The documents of a set."""
+        return [document for document in self.documents[i].tolist() if document >= 0]
+
+
 class Contents:
     """Which documents lie in which bin.
 
@@ -39,6 +51,7 @@ class Contents:
         self.room = [self.share] * len(tokens)
         self.left = tokens.tolist()
         self.held: list[list[int]] = [[] for _ in tokens]
+        self.known: dict[int, _Sets] = {}
 
     def fill(self) -> None:
         """Heaviest first, each to where most area is left; then those that even tokens out, to where most are
@@ -115,10 +128,7 @@ class Contents:
         """Sets of documents change places, so that the first bin gets ``wanted``: tokens exactly, and weight
         nearly; none do where that is off by ``most`` or more. Whether any did.
         """
-        together = 3 if len(self.held) <= FEW_BINS else 2
-        mine, theirs = (
-            _sets(self.held[i], self.size, self.weight, together) for i in (at, partner)
-        )
+        mine, theirs = self._sets_of(at), self._sets_of(partner)
         size, weight = mine.size + wanted[0], mine.weight + wanted[1]
         # Sets of the other bin by size, and then by weight, in one number.
         low = min(int(theirs.weight.min()), int(weight.min()))
@@ -134,7 +144,16 @@ class Contents:
         self._swap(at, partner, mine.of(given), theirs.of(int(near[side, given])))
         return True
 
+    def _sets_of(self, i: int) -> _Sets:
+        """Sets of documents of a bin that may change places."""
+        if i not in self.known:
+            together = 3 if len(self.held) <= FEW_BINS else 2
+            self.known[i] = _sets(self.held[i], self.size, self.weight, together)
+        return self.known[i]
+
     def _swap(self, at: int, partner: int, given: list[int], got: list[int]) -> None:
+        self.known.pop(at, None)
+        self.known.pop(partner, None)
         for source, target, moved in ((at, partner, given), (partner, at, got)):
             for document in moved:
                 self.held[source].remove(document)
@@ -144,18 +163,6 @@ class Contents:
                 self.left[source] += size
                 self.room[target] -= weight
                 self.left[target] -= size
-
-
-class _Sets(NamedTuple):
-    """Sets of a few documents of a bin: ``[S, n]`` documents, -1 none; their tokens and weights ``[S]``."""
-
-    documents: np.ndarray
-    size: np.ndarray
-    weight: np.ndarray
-
-    def of(self, i: int) -> list[int]:
-        """The documents of a set."""
-        return [document for document in self.documents[i].tolist() if document >= 0]
 
 
 def _sets(held: list[int], size: np.ndarray, weight: np.ndarray, together: int) -> _Sets:

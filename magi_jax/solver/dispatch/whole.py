@@ -1,8 +1,7 @@
 """Placements that keep documents whole: on one rank each, or in one node, whose ranks they are then dealt to.
 
 Ranks, or nodes, are bins (`bins`) that documents are packed into. In nodes, and on ranks where no documents
-fit exactly, few rows of light documents even the tokens out, so that these are cut. A document that is more
-than a node's work loses its front to another node: its first rows need none of the others.
+fit exactly, few rows of light documents even the tokens out, so that these are cut.
 
 Weights are areas less what as many rows have by which tokens are evened out: how many tokens a bin has hardly
 matters to them.
@@ -18,7 +17,6 @@ from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem, RowAre
 from magi_jax.solver.dispatch.runs import (
     BY_TURNS,
     FALLING,
-    MOST_SLICES,
     Documents,
     assignment_of,
     document_edges,
@@ -28,10 +26,10 @@ from magi_jax.solver.dispatch.runs import (
 FILLERS = 8
 # Of the imbalance that is allowed, what a single document may take.
 SLACK = 0.8
-# A document up to so many times too heavy for a bin loses its front, the rows that need none of the others.
-TOO_HEAVY = 2
 # With more documents than this, or fewer for each bin, bins come out equal or unequal anyhow.
 MOST_DOCUMENTS, FEWEST = 4096, 3
+# With more slices, finding documents takes too long for what they may save.
+MOST_SLICES = 8192
 # Of a bin: with more, a number of tokens and an area no longer fit into one integer.
 MOST_TOKENS = 1 << 19
 
@@ -127,12 +125,12 @@ def pack(documents: Documents, tokens: np.ndarray, exactly: bool, limit: float) 
         return None
     if int(tokens.max()) > MOST_TOKENS:
         return None
-    fitting = _cut_fronts(documents, number, 1.0 if exactly else TOO_HEAVY, limit)
-    if fitting is None or fitting.size.max() > tokens.min():
-        return None
-    documents = fitting
     light = _fillers(documents, number)
-    contents = Contents(documents.size, _weights(documents, light), light, tokens)
+    weight = _weights(documents, light)
+    most = int(weight.sum()) + SLACK * (limit - 1.0) * int(documents.area.sum())
+    if number * int(weight.max()) > most or documents.size.max() > tokens.min():
+        return None
+    contents = Contents(documents.size, weight, light, tokens)
     contents.fill()
     if exactly:
         contents.settle()
@@ -154,37 +152,6 @@ def _weights(documents: Documents, fillers: np.ndarray) -> np.ndarray:
     """Areas less what as many rows of ``fillers`` have ``[D]``."""
     area, rows = int(documents.area[fillers].sum()), int(documents.size[fillers].sum())
     return documents.area - area * documents.size // rows
-
-
-def _cut_fronts(documents: Documents, number: int, most: float, limit: float) -> Documents | None:
-    """Documents that are too heavy for one of ``number`` bins in two parts; None if any is more than ``most``
-    times a bin, or its front is as heavy as its end.
-    """
-    fillers = _fillers(documents, number)
-    weight = _weights(documents, fillers)
-    # What a document may weigh, with all that it leaves out of balance.
-    share = int(weight.sum()) // number
-    share += int(SLACK * (limit - 1.0) * int(documents.area.sum())) // number
-    heavy = np.flatnonzero(weight > share)
-    if not len(heavy):
-        return documents
-    begin, end, folded = documents.table[heavy].T
-    if not folded.all() or int(weight.max()) > most * share:
-        return None
-    # Rows see more and more keys: as few of the first as leave the rest no heavier than a bin.
-    area, rows = int(documents.area[fillers].sum()), int(documents.size[fillers].sum())
-    before, wanted = documents.rows.before(begin), (weight - share)[heavy]
-    low, high = begin.copy(), end.copy()
-    while (high - low > 1).any():
-        middle = (low + high) // 2
-        front = documents.rows.before(middle) - before - area * (middle - begin) // rows
-        enough = front >= wanted
-        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-    kept = np.delete(documents.table[:, :2], heavy, axis=0)
-    both = np.concatenate([kept, np.stack([begin, high], 1), np.stack([high, end], 1)])
-    both = both[both[:, 0] < both[:, 1]]
-    both = both[np.argsort(both[:, 0])]
-    return Documents.between(documents.rows, both[:, 0], both[:, 1])
 
 
 def _cut_evenly(documents: Documents, contents: Contents) -> Bins | None:
