@@ -31,13 +31,22 @@ def _damaged(rng, table):
     return jax.tree.unflatten(structure, leaves)
 
 
+def _masks():
+    """Documents with rows that see all of them; few queries of many keys, whose walks Hopper cuts."""
+    documents = mj.masks.varlen([200, 1, 130, 69], causal=True)
+    return {
+        "documents": documents | mj.masks.global_rows(400, rows=(380, 400)),
+        "long_walks": mj.masks.causal(150, 4300, offset=4150),
+    }
+
+
+@pytest.mark.parametrize("name", _masks())
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
-def test_damaged_tables(path):
+def test_damaged_tables(path, name):
     rng = np.random.default_rng(0)
-    mask = mj.masks.varlen([200, 1, 130, 69], causal=True) | mj.masks.global_rows(
-        400, rows=(380, 400)
-    )
-    shapes = ((400, 4, 128), (400, 2, 128), (400, 2, 128), (400, 4, 128))
+    mask = _masks()[name]
+    rows, keys = (mask.q_len, 4, 128), (mask.k_len, 2, 128)
+    shapes = (rows, keys, keys, rows)
     q, k, v, dout = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
     table = mj.slice_table(mask)
 
