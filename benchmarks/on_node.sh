@@ -13,7 +13,7 @@ commit="${2:-$(git rev-parse --short HEAD)}"
 length="${3:-whole}"
 [ $# -gt 3 ] && shift 3 || set -- tests collectives attention processes rivals
 gpus="$(nvidia-smi -L | wc -l)"
-port=29517
+port=$((20000 + $$ % 20000)) # another one for another script at the same time
 failed=""
 mkdir -p "$folder"
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
