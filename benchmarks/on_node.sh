@@ -62,7 +62,7 @@ if [ "$length" = short ]; then
     pieces="--mebibytes 64 --piece-kibibytes 1024 --blocks 8"
     sizes="8192"
     heads="64:8"
-    masks="--masks varlen_causal"
+    masks="--masks causal"
     rivals="--rivals ulysses"
 else
     limit_s=600
