@@ -31,7 +31,7 @@ from scaling.work import (
 )
 
 FAR = np.log(1.25)  # of a time from the fit to the others
-DOUBT = 2  # calls that would say the fit is right
+DOUBT = 1  # of a call that the fit is right, in calls
 ENOUGH = 100  # timed pieces, for a fit that says what to time
 PEAK_TFLOPS = 989.0  # of an H100 or H200 in bfloat16
 
