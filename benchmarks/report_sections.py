@@ -7,9 +7,12 @@ from report_tables import distinct, losses, span, table
 
 def kernels(stored: dict) -> list[str]:
     """Ours beside the best peer, by head dim and pass; then every peer that is ahead."""
+    peers = list(dict.fromkeys(r["best_peer"] for r in stored["rows"] if "best_peer" in r))
+    against = f"{peers[0]}" if len(peers) == 1 else "best peer (its name)"
     lines = [
-        "64 query heads, 8 kv heads, bfloat16. TFLOP/s of the mask's area, ours / best peer (its name), and"
-        " the ratio. The matrix product of 8192 beside them ran at"
+        f"64 query heads, 8 kv heads, bfloat16. TFLOP/s of the mask's area, ours / {against}, and the ratio;"
+        " ours alone where no peer has a form of the mask, or room for it. The matrix product of 8192 beside"
+        " them ran at"
         f" {span(row['matmul'] for row in stored['rows'])} TFLOP/s. Ours and the peers took turns, calls back"
         " to back in each, at a pace that the card keeps up; passes that take less than about a millisecond"
         " are repeated inside one program, ours and peers alike.",
@@ -22,7 +25,7 @@ def kernels(stored: dict) -> list[str]:
             lengths = sorted(distinct(rows, "length"))
             cells = {(r["mask"], r["length"]): r for r in rows}
             body = [
-                [mask, *(_kernel_cell(cells.get((mask, length))) for length in lengths)]
+                [mask, *(_kernel_cell(cells.get((mask, n)), len(peers) > 1) for n in lengths)]
                 for mask in distinct(rows, "mask")
             ]
             lines += ["", f"Head dim {head_dim}, {which}:", ""]
@@ -65,7 +68,7 @@ def kernel_peers(stored: dict) -> list[str]:
     ]
 
 
-def _kernel_cell(row: dict | None) -> str:
+def _kernel_cell(row: dict | None, with_name: bool) -> str:
     if row is None:
         return ""
     ours = [rate for name, rate in row["tflops"].items() if name.startswith("ours")]
@@ -74,7 +77,8 @@ def _kernel_cell(row: dict | None) -> str:
     if "ratio" not in row:
         return f"{max(ours):.0f}"
     peer = row["best_peer"]
-    return f"{max(ours):.0f} / {row['tflops'][peer]:.0f} ({peer}) {row['ratio']:.2f}"
+    name = f" ({peer})" if with_name else ""
+    return f"{max(ours):.0f} / {row['tflops'][peer]:.0f}{name} {row['ratio']:.2f}"
 
 
 def compiles(stored: dict) -> list[str]:
