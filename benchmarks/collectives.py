@@ -25,7 +25,7 @@ from magi_jax.plan import CommMeta, CommSpec
 
 HEADS, HEAD_DIM = 8, 128
 ROW_BYTES = HEADS * HEAD_DIM * 2
-BUDGET_S = 0.6  # of each figure; of few calls in a row the host's start is a part
+BUDGET_S = 0.4  # of each figure; of few calls in a row the host's start is a part
 
 
 def main() -> None:
