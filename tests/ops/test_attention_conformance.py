@@ -203,22 +203,32 @@ def test_accumulate_keeps_other_tiles(implementation, dtype, rng):
         return results
 
     empty = np.zeros((T, PLAIN.q, PLAIN.v_dim)), np.full((T, PLAIN.q), -np.inf)
-    for value, rows in zip(empty, (7.0, 5.0), strict=True):
-        value[2 * tile :] = rows
+    for value in empty:
+        value[2 * tile :] = rng.normal(size=value[2 * tile :].shape)
     tables = [slice_table(part, tile_size=tile) for part in parts]
     given = (jnp.asarray(empty[0], q.dtype), jnp.asarray(empty[1], jnp.float32))
     out, lse = attend(q, k, v, tables, given)
     assert out.dtype == q.dtype
+    for found, before in zip((out, lse), given, strict=True):  # bit for bit
+        np.testing.assert_array_equal(found[2 * tile :], before[2 * tile :])
     wide = (np.asarray(x, np.float64) for x in (q, k, v))
     want_out, want_lse = problem.oracle.attention(*wide, mask.dense(), scale=0.3)
-    want_out[2 * tile :], want_lse[2 * tile :] = 7.0, 5.0
+    want_out[2 * tile :], want_lse[2 * tile :] = given[0][2 * tile :], given[1][2 * tile :]
     problem.assert_close(out, want_out, 3e-6 if dtype == "float32" else 6e-3, "out")
     problem.assert_close(lse, want_lse, 3e-6, "lse")
 
 
 def test_gradients_accumulate(implementation, rng):
+    check_accumulated_gradients(rng, LAYOUTS[0], implementation)
+
+
+def test_gradients_accumulate_in_one_walk(rng):
+    check_accumulated_gradients(rng, problem.Heads(16, 16, 16, 16), "cpu")
+
+
+def check_accumulated_gradients(rng, heads, implementation):
     """dQ of two halves of the keys, one call after the other."""
-    q, k, v, dout, dlse = problem.tensors(rng, LAYOUTS[0])
+    q, k, v, dout, dlse = problem.tensors(rng, heads)
     mask, cut = problem.all_masks()["rows_without_keys"], 40
     size = problem.SIZE, problem.K_SIZE
     parts = [mask & masks.global_columns(*size, columns=c) for c in ((0, cut), (cut, size[1]))]
