@@ -89,7 +89,8 @@ def test_fitted_specs_are_shared_by_batches_to_come():
 
 
 def test_batch_that_does_not_fit_is_refused_with_the_size():
-    (short,) = batch(pack([np.arange(1)] * SEQ_LEN, SEQ_LEN, window=SEQ_LEN), 1)
+    lengths = [SEQ_LEN // 2, *[3] * (SEQ_LEN // 6)]
+    (short,) = batch(pack(list(map(np.arange, lengths)), SEQ_LEN, window=SEQ_LEN), 1)
     (long,) = batch(pack([np.arange(SEQ_LEN)], SEQ_LEN), 1)
     planner = PlanBatch(CP, (CAUSAL,), CONFIG).fit([long], margin=1.0)
     with pytest.raises(ValueError, match=r"spec\.\w+.* is \d+, but \d+ is needed") as refusal:
