@@ -62,7 +62,9 @@ def layout_of(dispatched: DispatchMeta, cp_size: int) -> Layout:
 
 def _positions(layout: Layout, local_len: int, engine: str) -> np.ndarray:
     """Global position of each local row, -1 = padding, int32 ``[cp, local_len]``."""
-    positions = np.full((layout.cp_size, local_len), -1, np.int32)
+    positions = np.empty((layout.cp_size, local_len), np.int32)
+    if positions.size > layout.seq_len:
+        positions[:] = -1
     begin, size = layout.edges[:-1], np.diff(layout.edges)
     write_ranges(engine, positions, layout.owner, layout.local_start, size, begin)
     return positions
