@@ -184,7 +184,36 @@ def planner(stored: dict) -> list[str]:
         f"Effort {stored['effort']}, seeds {stored['seeds']}; `docs/planner.md` explains the columns.",
         "",
         *table(head, body),
+        "",
+        "Targets at 64 ranks, over all seeds:",
+        "",
+        *table(
+            ["what", "reached", "limit"],
+            [
+                [t["what"], f"{t['reached']:.3f}", f"{t['limit']:g}"]
+                for t in stored.get("targets", [])
+            ],
+        ),
+        *_bad_input(stored.get("bad_input", [])),
     ]
+
+
+def _bad_input(rows: list[dict]) -> list[str]:
+    """What masks that nobody plans for are answered with."""
+    if not rows:
+        return []
+    body = [
+        [
+            row["what"],
+            f"{row['plan_ms']:.1f}",
+            f"{row['limit_ms']:g}",
+            f"imbalance {row['imbalance']:.4f}" if row["error"] is None else row["error"],
+            "yes" if row["reached"] else "no",
+        ]
+        for row in rows
+    ]
+    head = ["bad input, 64 ranks", "ms", "limit", "plan or error", "reached"]
+    return ["", *table(head, body)]
 
 
 def sanitizers(stored: dict) -> list[str]:

@@ -98,7 +98,8 @@ class PlanConfig:
             "auto" where ``cost_model`` predicts less time for it. True needs ``ranks_per_node``. Late queries
             take one step in any case.
         effort: "fast" for planning every batch, "high" for planning ahead in background workers; how
-            long "balanced" searches.
+            long "balanced" searches. "high" takes what "fast" finds where ``cost_model`` predicts clearly
+            less time for that.
         engine: "compiled" or "numpy"; both make the same plans, in milliseconds and in seconds.
         overlap: number of remote stages (at least 1), of both directions or ``(forward, backward)``;
             "late": none, but queries that need remote keys are computed last and at once; or "auto": what
