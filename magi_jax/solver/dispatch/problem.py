@@ -48,6 +48,11 @@ def chunk_edges(seq_len: int, chunk_size: int) -> np.ndarray:
     return np.append(np.arange(0, seq_len, chunk_size), seq_len)
 
 
+def even_cuts(rows: int, parts: int) -> np.ndarray:
+    """Where ``rows`` are cut into parts that differ by one at most, ``[parts + 1]``."""
+    return rows * np.arange(parts + 1) // parts
+
+
 def cut_at(slices: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Slices cut at query ``edges``: (interval of each piece, tight pieces ``[C, 6]``), visible ones
     only.

@@ -18,7 +18,7 @@ from magi_jax.masks import bands
 from magi_jax.solver import intervals
 from magi_jax.solver.dispatch.deal import deal
 from magi_jax.solver.dispatch.documents import document_edges, document_groups
-from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem, RowAreas
+from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem, RowAreas, even_cuts
 
 # Orders of the dense and of the light pile: as in the sequence, by falling density, or one of the densest
 # half and one of the other by turns, so that few runs have two dense documents.
@@ -141,7 +141,7 @@ def _travelling_rows(travelling: np.ndarray, cp_size: int) -> np.ndarray:
         travelling[:, bands.Q_END],
     )
     before = np.append(0, np.cumsum(end - begin))
-    cuts = before[-1] * np.arange(cp_size + 1) // cp_size
+    cuts = even_cuts(int(before[-1]), cp_size)
     filled = np.flatnonzero(np.diff(cuts))
     source, part = intervals.meet(before[:-1], before[1:], cuts[filled], cuts[filled + 1])
     low = np.maximum(before[source], cuts[filled[part]])
@@ -151,8 +151,8 @@ def _travelling_rows(travelling: np.ndarray, cp_size: int) -> np.ndarray:
 
 def _shares(documents: Documents, held: np.ndarray, cp_size: int) -> np.ndarray:
     """Tokens of each rank but those that it holds anyhow, and the area that comes with these, ``[cp, 2]``."""
-    edges = int(documents.table[-1, 1]) * np.arange(cp_size + 1) // cp_size
-    shares = np.stack([np.diff(edges), np.zeros(cp_size, np.int64)], axis=1)
+    tokens = np.diff(even_cuts(int(documents.table[-1, 1]), cp_size))
+    shares = np.stack([tokens, np.zeros_like(tokens)], axis=1)
     if len(held):
         begin, size, rank = held.T
         area = documents.rows.before(begin + size) - documents.rows.before(begin)

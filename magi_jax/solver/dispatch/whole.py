@@ -13,7 +13,7 @@ import numpy as np
 
 from magi_jax.solver.dispatch.bins import Contents
 from magi_jax.solver.dispatch.deal import deal
-from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem, RowAreas
+from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem, RowAreas, even_cuts
 from magi_jax.solver.dispatch.runs import (
     BY_TURNS,
     FALLING,
@@ -56,7 +56,8 @@ class WholeDocuments:
     """
 
     def __init__(self, problem: DispatchProblem, limit: float):
-        self.problem, self.tokens, self.limit = problem, _tokens(problem), limit
+        self.problem, self.limit = problem, limit
+        self.tokens = np.diff(even_cuts(int(problem.edges[-1]), problem.cp_size))
         self.documents = _documents_of(problem)
 
     def on_ranks(self) -> Assignment | None:
@@ -91,12 +92,6 @@ class WholeDocuments:
         before = self.documents.rows.before
         area = np.bincount(found.bin, before(found.end) - before(found.begin))
         return found if area.max() <= self.limit * area.mean() else None
-
-
-def _tokens(problem: DispatchProblem) -> np.ndarray:
-    """Tokens of each rank ``[cp]``."""
-    seq_len, cp_size = int(problem.edges[-1]), problem.cp_size
-    return np.diff(seq_len * np.arange(cp_size + 1) // cp_size)
 
 
 def _documents_of(problem: DispatchProblem) -> Documents | None:
