@@ -76,20 +76,7 @@ class PlanBatch:
             ValueError: the segment ids are not ``[R, L]``, or of another length than ``specs``; or a plan
                 does not fit ``specs``, and may not ``grow``, and the size that is too small is named.
         """
-        if self.specs is None:
-            plans = self._in_own_sizes(packed)
-        else:
-            try:
-                plans = self._in_specs(packed, self.specs)
-            except ValueError as error:
-                if not self.grow:
-                    if str(error).startswith(DOES_NOT_FIT):
-                        error.add_note(
-                            "Fit the planner to more batches or with a larger margin"
-                            " (PlanBatch.fit), or let it grow (PlanBatch(grow=True))."
-                        )
-                    raise
-                plans = self._in_own_sizes(packed)
+        plans = self._in_own_sizes(packed) if self.specs is None else self._fitted(packed)
         moved = dispatch(packed, plans[0])
         if not isinstance(moved, Packed):
             return PlannedBatch.of(moved, plans)
@@ -148,6 +135,24 @@ class PlanBatch:
                 f" {ids.shape[1]}: pad batches to one length, or fit a planner for each"
             )
         return ids
+
+    def _fitted(self, packed: Batch) -> tuple[AttentionPlan, ...]:
+        """Plans in ``specs``, or in larger sizes where they may grow."""
+        assert self.specs is not None
+        try:
+            return self._in_specs(packed, self.specs)
+        except ValueError as error:
+            if not (self.grow or str(error).startswith(DOES_NOT_FIT)):
+                raise
+            # What was chosen for these sizes may need more of them than what is chosen without.
+            plans = self._in_own_sizes(packed)
+            if self.grow or tuple(plan.spec for plan in plans) == self.specs:
+                return plans
+            error.add_note(
+                "Fit the planner to more batches or with a larger margin (PlanBatch.fit), or let it grow"
+                " (PlanBatch(grow=True))."
+            )
+            raise
 
     def _in_specs(self, packed: Batch, specs: tuple[PlanSpec, ...]) -> tuple[AttentionPlan, ...]:
         """One plan per mask in ``specs``, stacked over the sequences."""

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import magi_jax as mj
-from magi_jax.data import NO_LABEL, PlanBatch, Prefetch, batch, pack
+from magi_jax.data import NO_LABEL, PlanBatch, Prefetch, batch, pack, planning
+from magi_jax.plan.frame import does_not_fit
 
 SEQ_LEN, CP = 600, 4  # no chunk size divides it evenly over the ranks
 CAUSAL = functools.partial(mj.masks.from_segment_ids, causal=True)
@@ -100,6 +101,21 @@ def test_batch_that_does_not_fit_is_refused_with_the_size():
     assert grown.spec.covers(planner.specs[0])
     (same,) = dataclasses.replace(planner, grow=True)(long).plans
     assert same.spec == planner.specs[0]
+
+
+def test_batch_that_fits_as_it_is_planned_alone_is_served(monkeypatch):
+    """A spec is for many masks: what it makes of one may be larger than what that one asks for."""
+    planner = PlanBatch(CP, (CAUSAL, WINDOW), CONFIG).fit(_batches(), num_batches=2, margin=2.0)
+    packed = next(_batches())
+
+    def planned_alone(mask, cp_size, config, spec=None):
+        if spec is not None:
+            raise does_not_fit("spec.comm[0].pair_rows is 1, but 2 is needed")
+        return mj.make_plan(mask, cp_size, config)
+
+    monkeypatch.setattr(planning, "make_plan", planned_alone)
+    for plan, spec in zip(planner(packed).plans, planner.specs, strict=True):
+        assert plan.spec == spec
 
 
 def test_fit_needs_a_batch():
