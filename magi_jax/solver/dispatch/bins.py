@@ -105,11 +105,12 @@ class Contents:
                     break
                 most = self.share // FAR if self.left[at] else abs(self.room[at])
                 self._exchange(at, partner, (self.left[at], self.room[at]), most)
-        for at, partner in itertools.permutations(range(number), 2):
+        over = [i for i in range(number) if self.left[i]]
+        for at, partner in itertools.permutations(over[:FEW_BINS], 2):
             if self.left[at] and self.left[partner]:
                 wanted = self.left[at], (self.room[at] - self.room[partner]) // 2
                 self._exchange(at, partner, wanted, self.share // ANYHOW)
-        for _ in range(EXCHANGES * number):
+        for _ in range(number):
             if not self._relieve():
                 break
 
