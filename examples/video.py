@@ -41,6 +41,9 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--patch", type=int, default=16, help="pixels on the side of a patch")
     parser.add_argument("--max-frames", type=int, default=16, help="frames of a cut, at most")
     parser.add_argument("--max-side", type=int, default=128, help="pixels of a side, at most")
+    parser.add_argument(
+        "--window", type=int, help="earlier frames that a frame sees; all if left out"
+    )
     language_model.add_training_flags(parser)
     language_model.add_model_flags(parser)
     parser.set_defaults(steps=25, layers=2, features=64, head_dim=32)
@@ -123,11 +126,11 @@ def lay_out(parts: list[dict[str, np.ndarray]], seq_len: int) -> dict[str, np.nd
     return out
 
 
-def frames_see_earlier_frames(ids: np.ndarray) -> mj.AttnMask:
-    """Block-causal over the frames of each cut."""
+def frames_see_earlier_frames(ids: np.ndarray, window: int | None = None) -> mj.AttnMask:
+    """Block-causal over the frames of each cut, so many frames back."""
     frames, lengths = np.unique(ids[ids > 0], return_counts=True)
     _, of_cut = np.unique(frames // MAX_FRAMES, return_counts=True)
-    return mj.masks.block_causal(lengths, frames_per_document=of_cut)
+    return mj.masks.block_causal(lengths, frames_per_document=of_cut, window=(window, 0))
 
 
 class VideoModel(nnx.Module):
@@ -193,12 +196,12 @@ def shifted(params):
     return jax.tree.map(lambda x: x + 0.02, params)
 
 
-def loss_on_one_device(graphdef, params, packed: dict[str, np.ndarray]) -> float:
+def loss_on_one_device(graphdef, params, packed: dict[str, np.ndarray], mask_of) -> float:
     """Mean loss of a batch in its own order, one sequence after the other."""
     total = 0.0
     for i, ids in enumerate(packed["segment_ids"]):
         row = {name: jnp.asarray(field[i : i + 1]) for name, field in packed.items()}
-        mask = mj.masks.concatenate([frames_see_earlier_frames(ids), padding_of(ids)])
+        mask = mj.masks.concatenate([mask_of(ids), padding_of(ids)])
         mean = mean_loss(graphdef, params, row, mj.flax.attention_fn(mask))
         total += float(mean) * np.sum(ids > 0)
     return total / np.sum(packed["segment_ids"] > 0)
@@ -219,7 +222,8 @@ def main() -> None:
         while group := list(itertools.islice(stream, flags.dp)):
             yield {name: np.stack([each[name] for each in group]) for name in group[0]}
 
-    planner = mj.data.PlanBatch(flags.cp, (frames_see_earlier_frames,))
+    mask_of = functools.partial(frames_see_earlier_frames, window=flags.window)
+    planner = mj.data.PlanBatch(flags.cp, (mask_of,))
     planner = planner.fit(batches(), num_batches=flags.steps)
     first = next(batches())
     ids = first["segment_ids"][0]
@@ -227,15 +231,13 @@ def main() -> None:
         f"first sequence: {np.sum(ids > 0):,} of {flags.seq_len:,} tokens in"
         f" {ids.max() // MAX_FRAMES + 1} cuts and {len(np.unique(ids[ids > 0]))} frames"
     )
-    plan = mj.make_plan(
-        frames_see_earlier_frames(ids), flags.cp, mj.PlanConfig(seq_len=flags.seq_len)
-    )
+    plan = mj.make_plan(mask_of(ids), flags.cp, mj.PlanConfig(seq_len=flags.seq_len))
     print(plan.report())
     graphdef, params = nnx.split(VideoModel(flags, nnx.Rngs(flags.seed)), nnx.Param)
     optimizer = optax.adam(flags.learning_rate)
     train_step = make_train_step(graphdef, optimizer)
     progress, standing = show.Progress(flags.steps, flags.dp * flags.seq_len), []
-    alone = loss_on_one_device(graphdef, shifted(params), first)
+    alone = loss_on_one_device(graphdef, shifted(params), first, mask_of)
     everywhere, by_token = NamedSharding(mesh, P()), NamedSharding(mesh, P("dp", "cp"))
     ahead = mj.data.Prefetch(batches(), planner, sharding=by_token)
     with jax.set_mesh(mesh), ahead as planned:

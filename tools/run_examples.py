@@ -20,7 +20,10 @@ RUNS = (
     ("hybrid_layers.py --seq-len 1024 --steps 6", "step 6/6"),
     ("hybrid_layers.py --seq-len 1024 --steps 4 --pattern wwf --dp 2 --cp 4", "step 4/4"),
     ("video.py --seq-len 1024 --steps 10", "of a standing picture"),
-    ("video.py --seq-len 1024 --steps 4 --clip bigbuckbunny.mp4 --dp 2 --cp 4", "step 4/4"),
+    (
+        "video.py --seq-len 1024 --steps 4 --clip bigbuckbunny.mp4 --dp 2 --cp 4 --window 2",
+        "step 4/4",
+    ),
     ("preference.py --seq-len 1024 --steps 10", "gained more than the other"),
     ("grain_pipeline.py --seq-len 1024 --steps 4 --workers 1", "same next batch: True"),
     ("profile_overlap.py --seq-len 2048", "of it hidden"),
