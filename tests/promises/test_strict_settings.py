@@ -13,6 +13,8 @@ SETTINGS = {
     "strict dtypes": lambda: jax.numpy_dtype_promotion("strict"),
     "strict ranks": lambda: jax.numpy_rank_promotion("raise"),
     "64-bit types": lambda: jax.enable_x64(True),
+    "leaks": jax.checking_leaks,
+    "checks": lambda: jax.enable_checks(True),
 }
 CP, TOKENS, HEADS, KV_HEADS, DIM = 4, 128, 4, 2, 8
 MASK = mj.masks.varlen([50, 10, 68], causal=True) | mj.masks.global_rows(TOKENS, rows=(0, 8))
