@@ -5,7 +5,7 @@
 #   sh benchmarks/on_gpu.sh [FOLDER] [COMMIT] [whole|short] [PART ...]
 #
 # Parts are tests, kernels, kernels_64, peers, scaling, recompilation and memory; all by default. They run one
-# after the other, in about half an hour. "short" is everything in small and side by side, in about two minutes,
+# after the other, in about half an hour. "short" is everything in small and side by side, in about a minute,
 # to see that all of it runs: its figures mean nothing. What fails, or takes longer than its time, is named at
 # the end and keeps nothing else from running.
 set -u
