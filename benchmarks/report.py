@@ -136,9 +136,9 @@ def sections() -> list[tuple[str, str, str, Callable[[dict], list[str]]]]:
             write.compiles,
         ),
         (
-            "Recompilation, GPU, beside FlexAttention, with room for half as much again as a sample",
-            "recompilation_flex_gpu.json",
-            f"{python}recompilation.py",
+            "Recompilation, GPU, 32,768 tokens",
+            "recompilation_32k_gpu.json",
+            f"{python}recompilation.py --seq-len 32768",
             write.compiles,
         ),
         ("Kernels on a CPU", "cpu_kernels.json", f"{python}cpu_kernels.py", write.cpu_kernels),

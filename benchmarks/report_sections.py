@@ -92,6 +92,7 @@ def compiles(stored: dict) -> list[str]:
         f" {heads} of {stored['head_dim']}, {stored['dtype']}, {stored['devices']} device(s). Planning is"
         " what is done on the host for each packing, by the clock and in processor time; times are median"
         " (95th percentile) in ms.",
+        *(["", stored["note"]] if "note" in stored else []),
         "",
     ]
     body = []
