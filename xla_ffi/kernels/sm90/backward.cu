@@ -17,8 +17,9 @@ namespace {
 constexpr int kTileMultiple = 128;  // of the table's tiles
 // Items dealt out before the next kv heads begin. Tiles in flight should be of few heads, whose
 // queries and gradients stay in L2, but a section must be long enough for its longest items not to
-// be the last to finish.
-constexpr int kSectionItems = 1024;
+// be the last to finish. Where heads are not grouped, each item in flight side by side is of
+// another head, so that fewer are enough.
+constexpr int kSectionItems = 1024, kUngroupedSectionItems = 256;
 // Blocks of an item, where splitting a tile by heads allows: more cost less, fewer balance better.
 constexpr int kLeastItemBlocks = 32, kItemBlocks = 160;
 // Where a group's tiles walk more than kLongWalk queries, they do so kSegmentQueries at a time, as
@@ -183,7 +184,8 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
   params.num_kv_heads = problem.num_kv_heads;
   params.num_slices = problem.num_slices;
   params.parts_per_tile = problem.tile_size / TileKeys(problem.head_dim);
-  params.section_items = kSectionItems;
+  params.section_items =
+      problem.num_heads > problem.num_kv_heads ? kSectionItems : kUngroupedSectionItems;
   params.segment_queries = SegmentQueries(problem, backward.fixed_order);
   if (params.segment_queries < problem.q_len) {
     params.num_cut_items = params.counter + kCutItems;
