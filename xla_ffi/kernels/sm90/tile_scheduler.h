@@ -76,10 +76,11 @@ __device__ __forceinline__ WorkTile DecodePlanned(const KernelParams& params, in
   return tile;
 }
 
-// Asks for the next tile early and reads the answer late, so that the trip to memory is hidden.
+// Deals tiles out. The walker, blocks ahead of those who compute, asks for the next when it has
+// walked this one: what is asked for earlier waits for this one while others have nothing to do.
 template <bool kSplits>
 struct TileScheduler {
-  int work = blockIdx.x, next;
+  int work = blockIdx.x;
 
   __device__ __forceinline__ bool HasWork(const KernelParams& params) const {
     return work < (IsPlanned(params) ? params.split.plan->num_work : params.num_work);
@@ -90,12 +91,13 @@ struct TileScheduler {
                              : DecodeWork(params, work, params.by_query.num_tiles, tokens);
   }
 
-  __device__ __forceinline__ void Request(const KernelParams& params) {
+  __device__ __forceinline__ void Advance(const KernelParams& params) {
     // Without a counter, in turn and back: of tiles in falling order all get about the same.
     const int block = blockIdx.x, blocks = gridDim.x, round = work / blocks + 1;
-    next = round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
+    int next = round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
     if (params.counter != nullptr && threadIdx.x % 32 == 0)
       next = atomicAdd(params.counter, 1) + gridDim.x;
+    work = __shfl_sync(0xFFFFFFFF, next, 0);
   }
 
   // Nothing is left to do in the section of `work`: whoever asks next goes on behind it. A plan has
@@ -107,8 +109,6 @@ struct TileScheduler {
     if (params.counter != nullptr && threadIdx.x % 32 == 0)
       atomicMax(params.counter, end - static_cast<int>(gridDim.x));
   }
-
-  __device__ __forceinline__ void Advance() { work = __shfl_sync(0xFFFFFFFF, next, 0); }
 
  private:
   static __device__ __forceinline__ bool IsPlanned(const KernelParams& params) {

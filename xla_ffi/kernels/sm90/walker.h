@@ -58,7 +58,6 @@ struct Walker {
     TileScheduler<Traits::kSplits> scheduler;
     const int tokens_per_tile = Traits::kBlockM >> params.pack_log2;
     while (scheduler.HasWork(params)) {
-      scheduler.Request(params);
       tile = scheduler.Tile(params, tokens_per_tile);
       if (params.accumulates && params.row_max == nullptr && HasNoRuns()) {
         scheduler.LeaveSection(params);  // tiles are ordered by their work
@@ -66,7 +65,7 @@ struct Walker {
         last_token = min(tile.note.token + tokens_per_tile, params.q_len) - 1;
         WalkTile();
       }
-      scheduler.Advance();
+      scheduler.Advance(params);
     }
     WaitForNote();
     if (lane == 0) shared.notes[SlotOf<kNotes>(blocks)].header.flags = 0;
