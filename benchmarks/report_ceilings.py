@@ -57,12 +57,12 @@ def ceilings(stored: dict) -> list[str]:
         f"### Where less than {AIM} times the best other is reached",
         "",
         f"Of {counts['cells']} cells (irregular masks, {RANKS[0]} and {RANKS[1]} ranks, both passes)"
-        f" {counts['reached']} reach {AIM} by default or alike; in {counts['out of reach']} no plan can."
-        " At most is the ratio of a plan without any loss: the fastest kernels of all strategies on the mask,"
-        " the same work on every rank, no transfer in sight; all strategies run one kernel, so a faster one"
-        " would lift both sides. The last columns are shares of a step, in percent: such a plan / kernels"
-        " that are slower than those (cut masks, short calls, merges) / the slowest rank's kernels beyond the"
-        " mean one's / transfers that nothing hides.",
+        f" {counts['reached']} reach {AIM} by default or alike; in {counts['out of reach']} no plan can, by"
+        " these times. At most is the ratio of a plan without any loss: the fastest kernels that any strategy"
+        " has on the mask, by the same timed and fitted calls, the same work on every rank, no transfer in"
+        " sight; all strategies run one kernel, so a faster one would lift both sides. The last columns are"
+        " shares of a step, in percent: such a plan / kernels that are slower than those (cut masks, short"
+        " calls, merges) / the slowest rank's kernels beyond the mean one's / transfers that nothing hides.",
         "",
         *table(head, body),
     ]
