@@ -16,6 +16,12 @@ def grouped_intervals(draw):
     return group, begin, begin + size
 
 
+@given(st.lists(st.lists(st.integers(-5, 9), max_size=9), min_size=1, max_size=4))
+def test_distinct(values):
+    found = intervals.distinct(*(np.array(part, np.int64) for part in values))
+    assert found.tolist() == sorted({value for part in values for value in part})
+
+
 @given(st.lists(st.tuples(st.integers(-5, 50), st.integers(0, 6)), max_size=12))
 def test_expand(pairs):
     first, count = np.array(pairs, np.int64).reshape(-1, 2).T

@@ -50,7 +50,7 @@ def runs(
         return
     held = _travelling_rows(problem.travelling, cp_size)
     if len(held):
-        edges = np.unique(np.concatenate([edges, held[:, 0], held[:, 0] + held[:, 1]]))
+        edges = intervals.distinct(edges, held[:, 0], held[:, 0] + held[:, 1])
         slices = np.concatenate([slices, bands.transpose(problem.travelling)])
     documents = Documents.of(RowAreas.of(slices, edges), edges)
     shares = _shares(documents, held, cp_size)

@@ -256,7 +256,7 @@ def _key_needs(unit: np.ndarray, cut: np.ndarray, edges: np.ndarray) -> _Needs:
     num_units = len(edges) - 1
     unit, begin, end = intervals.union(unit, cut[:, bands.K_START], cut[:, bands.K_END])
     total_rows = np.bincount(unit, weights=end - begin, minlength=num_units).astype(np.int64)
-    points = np.unique(np.concatenate([edges, begin, end]))
+    points = intervals.distinct(edges, begin, end)
     first, last = np.searchsorted(points, begin), np.searchsorted(points, end)
     needed_by = _coverage(first, last, len(points))
     own_begin, own_end = np.maximum(begin, edges[unit]), np.minimum(end, edges[unit + 1])
@@ -286,7 +286,7 @@ def _with_travellers(needs: _Needs, problem: DispatchProblem, edges: np.ndarray)
     place = ends + np.arange(len(holders))
 
     # Intervals of key spans, cut where a new span comes in between.
-    points = np.unique(np.concatenate([[0], ends, needs.span_ptr[-1:]]))
+    points = intervals.distinct(np.zeros(1, np.int64), ends, needs.span_ptr[-1:])
     source, block = intervals.meet(needs.spans[:, 0], needs.spans[:, 1], points[:-1], points[1:])
     begin = np.maximum(needs.spans[source, 0], points[block])
     end = np.minimum(needs.spans[source, 1], points[block + 1])

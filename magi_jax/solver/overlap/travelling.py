@@ -155,7 +155,7 @@ def _neediest_rows(slices: np.ndarray, need: float) -> int:
 
 def _needs(slices: np.ndarray, edges: np.ndarray) -> tuple[Ranges, np.ndarray, _Keys]:
     """Elementary query ranges, the distinct keys that each needs, and which they are."""
-    points = np.unique(np.concatenate([edges, slices[:, bands.Q_START], slices[:, bands.Q_END]]))
+    points = intervals.distinct(edges, slices[:, bands.Q_START], slices[:, bands.Q_END])
     begin, end = points[:-1], points[1:]
     source, piece = intervals.meet(slices[:, bands.Q_START], slices[:, bands.Q_END], begin, end)
     cut = bands.clip(slices[source], q_start=begin[piece], q_end=end[piece])

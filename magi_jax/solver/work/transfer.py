@@ -59,7 +59,7 @@ def dispatch_pieces(layout: Layout) -> Pieces:
     """From the contiguous layout, ``ceil(seq_len / cp)`` rows per rank, to the dispatched one."""
     per_rank = -(-layout.seq_len // layout.cp_size)
     cuts = np.arange(0, layout.seq_len, max(per_rank, 1))
-    edges = np.union1d(layout.edges, cuts)
+    edges = intervals.distinct(layout.edges, cuts)
     begin, size = edges[:-1], np.diff(edges)
     segment = layout.segment_of(begin)
     src = begin // max(per_rank, 1)
@@ -74,7 +74,7 @@ def roll_pieces(layout: Layout, shift: int) -> Pieces:
     Nothing wraps: positions whose source lies outside ``[0, seq_len)`` receive nothing.
     """
     low, high = max(shift, 0), min(layout.seq_len, layout.seq_len + shift)
-    edges = np.union1d(layout.edges, layout.edges + shift)
+    edges = intervals.distinct(layout.edges, layout.edges + shift)
     edges = edges[(edges >= low) & (edges <= high)]
     begin, size = edges[:-1], np.diff(edges)
     to, source = layout.segment_of(begin), layout.segment_of(begin - shift)
