@@ -15,8 +15,8 @@ def expand(first: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def distinct(*values: np.ndarray) -> np.ndarray:
-    """All values once, rising. `numpy.unique` hashes them first, which takes ten times as long as sorting what
-    is nearly in order.
+    """All values once, rising. `numpy.unique` hashes them first, which takes ten times as long as sorting
+    what is nearly in order.
     """
     found = np.concatenate(values)
     found.sort(kind="stable")
