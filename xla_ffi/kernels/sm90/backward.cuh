@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include "xla_ffi/kernels/sm90/backward_carrier.h"
 #include "xla_ffi/kernels/sm90/backward_documents.h"
 #include "xla_ffi/kernels/sm90/backward_launch.h"
 #include "xla_ffi/kernels/sm90/backward_mainloop.h"
