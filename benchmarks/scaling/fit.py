@@ -7,7 +7,7 @@ from scipy.optimize import nnls
 
 from magi_jax.masks import bands
 from magi_jax.solver import slice_table
-from scaling.work import FLOPS_PER_PAIR, HEAD_DIM, Piece
+from scaling.work import ADDING, FLOPS_PER_PAIR, HEAD_DIM, Piece
 
 PROCESSORS = 132  # of an H100 or H200
 # TFLOP/s on cells that are walked, before anything was timed.
@@ -26,25 +26,26 @@ class Fit(NamedTuple):
     errors: dict[str, tuple[float, float]]
 
     def microseconds(self, features: np.ndarray, which: str) -> np.ndarray:
-        """Predicted times of features ``[pieces, 13]``."""
+        """Predicted times of features ``[pieces, 16]``."""
         return features @ self.weights[which]
 
 
 def features(piece: Piece) -> np.ndarray:
-    """``[13]``: one; rows of queries and of keys, times heads; then of the walk of query tiles and of that of
-    key tiles five each, as `_walk` lists them.
+    """``[16]``: one; rows of queries and of keys, times heads; then of the walk of query tiles and of that of
+    key tiles five each, as `_walk` lists them; at last what kinds of results take: rows of queries of a call
+    that is alone, those of the first of several, and query tiles of one that adds to others.
     """
     slices = piece.slices.astype(np.int64)
     share = piece.heads / PROCESSORS / 128
     rows = [piece.q_len * share, piece.k_len * piece.kv_heads / PROCESSORS / 128]
-    return np.array(
-        [
-            1.0,
-            *rows,
-            *_walk(slices, piece.q_len, share),
-            *_walk(bands.transpose(slices), piece.k_len, share),
-        ]
-    )
+    by_query = _walk(slices, piece.q_len, share)
+    kinds = [
+        rows[0] * (piece.result == "final"),
+        rows[0] * (piece.result == "first"),
+        by_query[2] * (piece.result in ADDING),
+    ]
+    by_key = _walk(bands.transpose(slices), piece.k_len, share)
+    return np.array([1.0, *rows, *by_query, *by_key, *kinds])
 
 
 def _walk(slices: np.ndarray, length: int, share: float) -> list[float]:
@@ -71,7 +72,7 @@ def first_fit() -> Fit:
     weights = {}
     for which, tflops in FIRST_TFLOPS.items():
         block_us = FLOPS_PER_PAIR[which] * 128 * 128 * HEAD_DIM / (tflops * 1e6) * PROCESSORS
-        weights[which] = np.array([8.0, 0, 0, block_us, 0.3 * block_us, 1.0, *np.zeros(7)])
+        weights[which] = np.array([8.0, 0, 0, block_us, 0.3 * block_us, 1.0, *np.zeros(10)])
     return Fit(weights, {which: (0.0, 0.0) for which in weights})
 
 

@@ -102,7 +102,7 @@ def test_orders_survive_their_file(problem, tmp_path):
 def test_a_fit_gives_back_what_follows_its_features(problem, rng):
     pieces: dict[str, Piece] = {}
     make_work("ring_zigzag", problem, RANKS, pieces)
-    weights = rng.uniform(1, 2, 13)
+    weights = rng.uniform(1, 2, 16)
     points = [(f, float(f @ weights)) for f in map(fit.features, pieces.values())]
     fitted = fit.fit({"forward": points, "backward": points})
     assert fitted.errors["forward"][1] < 1e-6
