@@ -106,7 +106,7 @@ class PlanConfig:
             ``cost_model`` predicts to take least time, of late queries where they are few and, for each
             direction, of 1 to 4 stages. Where rows take two steps, one of a pair may list its stages instead:
             whether each has keys of the own node alone (True) or those of others (False); "auto" looks at
-            some such lists too.
+            some such lists too, and has no stage where no key comes from another rank.
         travelling: query rows that go to the owners of their keys instead of having keys brought: "auto",
             where ``cost_model`` predicts less time for it; "never"; or rising disjoint ranges
             ``((begin, end), ...)``.
