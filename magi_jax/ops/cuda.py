@@ -132,7 +132,7 @@ class CudaImplementation(base.Implementation):
             raise NotImplementedError(f"path {kernel.suffix[1:]} has one kernel for all masks")
         dtypes = (jnp.dtype(dq_dtype), k.dtype)
         *_, scratch = ffa_calls.backward_results(kernel, tensors, table, dtypes, None, **options)
-        # Words of `Counter` in backward_params.h.
+        # Words of `Counter` in backward.h.
         return BackwardItems(scratch[1], scratch[2], scratch[4])
 
     def describe(

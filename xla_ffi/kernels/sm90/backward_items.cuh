@@ -23,7 +23,8 @@ constexpr int kWholeItemCost = 3, kSplitItemCost = 5;
 constexpr int kItemLimits = 14;  // that are compared: 8, 12, 16, 24, ... 768 blocks
 
 // Into how many parts the heads of a group may be split: its divisors (no number below 1680 has
-// more than 36). They are kept, since finding them takes longer than all else about a tile.
+// more than 36; of others the least are kept, and the group). They are kept, since finding them
+// takes longer than all else about a tile.
 struct Divisors {
   static constexpr int kMost = 36;
   int count;
@@ -44,7 +45,13 @@ struct Divisors {
         }
         found += __popc(dividing);
       }
-      if (threadIdx.x == 0) count = min(found, kMost);
+      __syncwarp();
+      if (threadIdx.x == 0) {
+        count = min(found, kMost);
+        // A head may be a part of its own, however many divisors are left out before it.
+        parts[count - 1] = group;
+        heads[count - 1] = 1;
+      }
     }
     __syncthreads();
   }

@@ -214,8 +214,10 @@ struct GradientConsumer : GradientHandover<Traits> {
 
   // Hands dS to both warpgroups.
   __device__ __forceinline__ void ShareLogitGradients(uint32_t (&ds)[kLogits / 2]) {
-    // Nobody reads this slot any more: its last readers, two blocks ago, were waited for before the
-    // barrier of the last block.
+    // Nobody reads this slot any more. Of two, its last readers, two blocks ago, were waited for
+    // before the barrier of the last block. Of one, the other warpgroup gives it back, and the
+    // warps of this one have waited for their dQ of the last block before they began the dP of
+    // this one, which ends for none of them before all have begun.
     if constexpr (Traits::kLogitGradientSlots == 1)
       BarrierWait(&shared.ds_empty[warpgroup], dout_ring.slot);
     StoreLogitGradients(ds, shared.ds[LogitGradientSlot()][warpgroup]);
