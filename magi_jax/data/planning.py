@@ -93,7 +93,8 @@ class PlanBatch:
             batches: batches like those to come.
             num_batches: how many of them to plan.
             margin: buffers are made so many times what the sample needs, at least 1, and tables more
-                (`PlanSpec.scaled`).
+                (`PlanSpec.scaled`). It makes no room for what no batch of the sample has: where none moves a
+                key between ranks, a later one that does is refused, unless the planner may grow.
         """
         if margin < 1:
             raise ValueError(f"margin must be at least 1, got {margin}")

@@ -15,6 +15,7 @@ from magi_jax.plan.lay_out.work import lay_out_work
 from magi_jax.plan.solve import machine_of, settle_work, travelling_ranges
 from magi_jax.plan.spec import PlanSpec
 from magi_jax.solver import dispatch
+from magi_jax.solver.cost.model import CostModel
 from magi_jax.solver.dispatch.strategies import STRATEGIES
 from magi_jax.solver.overlap.travelling import Ranges, split_slices
 from magi_jax.solver.work.find_work import Keys
@@ -76,7 +77,7 @@ def make_plan(
     layouts = _layouts(problem, config.dispatch)
     if len(layouts) == 1:
         return lay_out(layouts[0])
-    plan = _take(layouts, lay_out, config)
+    plan = _take(layouts, lay_out, config.cost_model, machine.node_of(frame.cp_size))
     return dataclasses.replace(plan, planning_ms=(time.perf_counter() - started) * 1e3)
 
 
@@ -96,7 +97,8 @@ def _layouts(problem: dispatch.DispatchProblem, strategy: str) -> list[dispatch.
 def _take(
     layouts: list[dispatch.Layout],
     lay_out: Callable[[dispatch.Layout], AttentionPlan],
-    config: PlanConfig,
+    cost_model: CostModel | None,
+    ranks_per_node: int,
 ) -> AttentionPlan:
     """The plan of the first layout, unless another is predicted to be faster by more than predictions can
     tell; of those that fit.
@@ -109,8 +111,7 @@ def _take(
             problems.append(problem)
     if not plans:
         raise problems[0]
-    node = config.machine.node_of(layouts[0].cp_size)
-    times_us = [plan.report(config.cost_model, node).predicted_us for plan in plans]
+    times_us = [plan.report(cost_model, ranks_per_node).predicted_us for plan in plans]
     fastest = int(np.argmin(times_us))
     return plans[fastest if times_us[fastest] < times_us[0] * CLEARLY else 0]
 

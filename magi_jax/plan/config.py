@@ -100,7 +100,8 @@ class PlanConfig:
         effort: "fast" for planning every batch, "high" for planning ahead in background workers; how
             long "balanced" searches. "high" takes what "fast" finds where ``cost_model`` predicts clearly
             less time for that.
-        engine: "compiled" or "numpy"; both make the same plans, in milliseconds and in seconds.
+        engine: "compiled" or "numpy"; both make the same plans, in milliseconds and in
+            seconds (with effort "high" in minutes).
         overlap: number of remote stages (at least 1), of both directions or ``(forward, backward)``;
             "late": none, but queries that need remote keys are computed last and at once; or "auto": what
             ``cost_model`` predicts to take least time, of late queries where they are few and, for each

@@ -77,6 +77,14 @@ def test_of_two_layouts_one_may_not_fit_a_spec(monkeypatch):
         plan_with([EVEN, NEARLY], monkeypatch, spec)
 
 
+def test_nodes_are_those_of_the_spec():
+    mask = masks.varlen(np.random.default_rng(0).integers(1, 900, 20), causal=True)
+    nodes = PlanConfig(chunk_size=16, ranks_per_node=2, two_level=True, overlap=2)
+    spec = make_plan(mask, 8, nodes).spec.scaled(8.0)
+    plan = make_plan(mask, 8, PlanConfig(chunk_size=16, effort="high", overlap=2), spec)
+    assert plan.spec == spec
+
+
 @pytest.mark.parametrize("kind", [{"causal": True}, {}])
 def test_high_effort_is_predicted_no_slower_than_fast(kind):
     lengths = np.random.default_rng(5).integers(20, 700, 24)

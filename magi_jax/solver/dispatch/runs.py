@@ -123,7 +123,8 @@ class Documents(NamedTuple):
     def piles(self, order: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
         """The dense and the light pile, rows of ``table`` in the given orders."""
         size = self.size
-        is_dense, density = self.area * size.sum() > self.area.sum() * size, self.area / size
+        density = self.area / size
+        is_dense = density > self.area.sum() / size.sum()
         dense, light = (
             self.table[_ordered(np.flatnonzero(kind), density, each)]
             for kind, each in zip((is_dense, ~is_dense), order, strict=True)
