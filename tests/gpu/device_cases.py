@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from magi_jax.masks import AttnMask
 from magi_jax.ops import cuda
@@ -18,6 +19,7 @@ PATHS = [
     for path in (cuda.SM80, cuda.SM90, cuda.SM90_ORDERED)
     if cuda.refusal(path.name, cuda.device_capability()) is None
 ]
+needs_hopper = pytest.mark.skipif(cuda.SM90 not in PATHS, reason="needs kernels of Hopper")
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from device_cases import Case, check
+from device_cases import Case, check, needs_hopper
 
 from magi_jax import masks
 from magi_jax.ops import cuda
 from magi_jax.plan import slice_table
 from magi_jax.testing import oracle
 
-pytestmark = pytest.mark.skipif(
-    cuda.refusal("sm90", cuda.device_capability()) is not None, reason="kernels of Hopper"
-)
+pytestmark = needs_hopper
 KEYS = 5000
 
 

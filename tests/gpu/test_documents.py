@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from device_cases import PATHS
+from device_cases import PATHS, needs_hopper
 
 import magi_jax
 from magi_jax import masks
@@ -51,7 +51,7 @@ def zeros(mask, heads, kv_heads):
     return (*arrays, *[jnp.zeros((mask.q_len, heads))] * 2)
 
 
-@pytest.mark.skipif(cuda.SM90 not in PATHS, reason="needs Hopper")
+@needs_hopper
 @pytest.mark.parametrize(
     ("kind", "heads", "dtype", "taken"),
     [

@@ -13,7 +13,7 @@ from magi_jax.plan import PlanConfig, make_plan
 from magi_jax.solver import dispatch
 from magi_jax.solver.dispatch import DispatchProblem
 from magi_jax.solver.dispatch.balanced import balanced
-from magi_jax.solver.dispatch.runs import document_edges
+from magi_jax.solver.dispatch.documents import document_edges
 from magi_jax.solver.dispatch.whole import WholeDocuments
 
 LIMIT = 1.014

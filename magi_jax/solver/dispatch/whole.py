@@ -13,13 +13,13 @@ import numpy as np
 
 from magi_jax.solver.dispatch.bins import Contents
 from magi_jax.solver.dispatch.deal import deal
+from magi_jax.solver.dispatch.documents import document_edges
 from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem, RowAreas, even_cuts
 from magi_jax.solver.dispatch.runs import (
     BY_TURNS,
     FALLING,
     Documents,
     assignment_of,
-    document_edges,
 )
 
 # Rows by which tokens are evened out: those that see fewest keys, one of so many, or what four bins hold.
