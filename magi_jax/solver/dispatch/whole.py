@@ -116,7 +116,7 @@ def pack(documents: Documents, tokens: np.ndarray, exactly: bool, limit: float) 
         limit: area of a bin over the mean that a single document may fill.
     """
     number = len(tokens)
-    if number < 2 or not FEWEST * number <= len(documents.area) <= MOST_DOCUMENTS:
+    if number < 2 or len(documents.area) < FEWEST * number:
         return None
     if int(tokens.max()) > MOST_TOKENS:
         return None
