@@ -32,8 +32,8 @@ from timing import matmul_tflops, mean_seconds
 import magi_jax
 from magi_jax import masks
 from magi_jax.plan import slice_table
+from magi_jax.plan.part_specs import TableSpec
 from magi_jax.plan.slice_table import exact_spec
-from magi_jax.plan.spec import TableSpec
 from magi_jax.plan.tables import SliceTable
 
 NUM_HEADS, NUM_KV_HEADS = 64, 8

@@ -31,8 +31,9 @@ from provenance import ROOT, save
 import magi_jax
 from magi_jax import data, masks
 from magi_jax.plan import PlanConfig, make_plan, slice_table
+from magi_jax.plan.part_specs import TableSpec
+from magi_jax.plan.sizes import bucket
 from magi_jax.plan.slice_table import exact_spec
-from magi_jax.plan.spec import TableSpec, bucket
 
 sys.path.insert(0, str(ROOT / "examples"))
 import corpus

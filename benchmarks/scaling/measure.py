@@ -13,8 +13,9 @@ import numpy as np
 from timing import matmul_tflops
 
 from magi_jax.ops import get_implementation
+from magi_jax.plan.part_specs import TableSpec
+from magi_jax.plan.sizes import bucket
 from magi_jax.plan.slice_table import build_table, exact_spec
-from magi_jax.plan.spec import TableSpec, bucket
 from magi_jax.plan.tables import SliceTable
 from scaling.orders import Order
 from scaling.work import ADDING, HEAD_DIM, PARTIAL, Piece

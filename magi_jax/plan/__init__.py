@@ -1,18 +1,15 @@
 """Plans: the solvers' results as pytrees of int32 tables with static sizes."""
 
-from magi_jax.plan.attention_plan import AttentionPlan, stack_plans
+from magi_jax.plan.attention_plan import AttentionPlan
 from magi_jax.plan.build import make_plan
 from magi_jax.plan.comm_spec import AnyCommSpec, CommSpec, TwoLevelSpec
 from magi_jax.plan.config import PlanConfig
+from magi_jax.plan.part_specs import StagesSpec, TableSpec, TravelSpec
 from magi_jax.plan.report import PlanReport
 from magi_jax.plan.sizes import bucket
 from magi_jax.plan.slice_table import slice_table
-from magi_jax.plan.spec import (
-    PlanSpec,
-    StagesSpec,
-    TableSpec,
-    TravelSpec,
-)
+from magi_jax.plan.spec import PlanSpec
+from magi_jax.plan.stack import stack_plans
 from magi_jax.plan.tables import (
     AnyComm,
     CommMeta,

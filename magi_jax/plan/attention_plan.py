@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 
@@ -13,7 +12,8 @@ import numpy as np
 
 from magi_jax.masks.attn_mask import AttnMask, require_mask
 from magi_jax.plan.config import settled_overlap, settled_travelling
-from magi_jax.plan.frame import Frame, check_cross_mask, check_mask, frame_of, require_frame
+from magi_jax.plan.frame import Frame, frame_of, require_frame
+from magi_jax.plan.keys import Tokens, find_keys
 from magi_jax.plan.lay_out.dispatch import lay_out_dispatch, layout_of
 from magi_jax.plan.lay_out.ways import Overlap
 from magi_jax.plan.lay_out.work import WorkTables, lay_out_work, spec_of
@@ -22,7 +22,7 @@ from magi_jax.plan.padding import pad_plan_tables
 from magi_jax.plan.plot import plot_plan
 from magi_jax.plan.report import PlanReport
 from magi_jax.plan.solve import Travelling, machine_of, settle_work, travelling_ranges
-from magi_jax.plan.spec import OTHER_KEYS, OWN_KEYS, REPLICATED_KEYS, PlanSpec
+from magi_jax.plan.spec import OWN_KEYS, REPLICATED_KEYS, PlanSpec
 from magi_jax.plan.tables import (
     AnyComm,
     Array,
@@ -37,7 +37,6 @@ from magi_jax.plan.tables import (
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.cost.model import CostModel
 from magi_jax.solver.engine import check_engine
-from magi_jax.solver.work.find_work import Keys
 from magi_jax.solver.work.join import join_diagonals
 
 
@@ -195,12 +194,13 @@ class AttentionPlan:
             ValueError: the mask does not fit the sequence, or the plan does not fit ``spec``.
         """
         started = time.perf_counter()
-        require_concrete(self, "with_mask")
+        own = self._tokens("with_mask")
         require_mask(mask)
         check_engine(engine)
         overlap, travelling = settled_overlap(overlap), settled_travelling(travelling)
         frame = frame_of(self.spec)
-        kind, home = self._keys_of(mask, keys)
+        others = keys if keys is None or isinstance(keys, str) else keys._tokens("with_mask")
+        kind, home, keys_len = find_keys(mask, own, others)
         layout = layout_of(self.dispatch, self.cp_size)
         dispatched, rolls = self.dispatch, self.rolls
         if spec is not None:
@@ -212,7 +212,6 @@ class AttentionPlan:
             if travelling not in ("auto", "never"):
                 raise ValueError(f"every rank has all keys; nobody need travel, got {travelling=}")
             travelling = "never"
-        keys_len = self.spec.seq_len if keys is None or isinstance(keys, str) else keys.spec.seq_len
         slices = join_diagonals(mask.slices, engine)
         ranges = travelling_ranges(travelling, slices, frame, machine, spec, keys_len)
         work = settle_work(
@@ -222,24 +221,10 @@ class AttentionPlan:
         planning_ms = (time.perf_counter() - started) * 1e3
         return assemble(frame, dispatched, rolls, tables, planning_ms, kind)
 
-    def _keys_of(self, mask: AttnMask, keys: "AttentionPlan | str | None") -> tuple[str, Keys]:
-        """Checks a mask against the tokens that it speaks of, and says where the keys are."""
-        if keys is None:
-            check_mask(mask, self.spec.seq_len)
-            return OWN_KEYS, Keys(layout_of(self.dispatch, self.cp_size), self.spec.local_len)
-        if isinstance(keys, str):
-            if keys != REPLICATED_KEYS:
-                raise ValueError(f'keys must be a plan, "{REPLICATED_KEYS}" or None, got {keys!r}')
-            check_cross_mask(mask, self.spec.seq_len, mask.k_len)
-            return REPLICATED_KEYS, Keys(None, mask.k_len)
-        require_concrete(keys, "with_mask")
-        if keys.cp_size != self.cp_size:
-            raise ValueError(
-                f"the keys are on {keys.cp_size} ranks, the queries on {self.cp_size}; both must share"
-                " the ranks of one mesh axis"
-            )
-        check_cross_mask(mask, self.spec.seq_len, keys.spec.seq_len)
-        return OTHER_KEYS, Keys(layout_of(keys.dispatch, keys.cp_size), keys.spec.local_len)
+    def _tokens(self, user: str) -> Tokens:
+        """Where the tokens of this plan are, for ``user``, which reads its tables."""
+        require_concrete(self, user)
+        return Tokens(self.dispatch, self.spec)
 
     def pad_to(self, spec: PlanSpec) -> "AttentionPlan":
         """The same plan in larger sizes, without solving anything again.
@@ -289,28 +274,3 @@ def assemble(
         forward.late,
         planning_ms,
     )
-
-
-def stack_plans(plans: Sequence[AttentionPlan]) -> AttentionPlan:
-    """Stacks plans of one spec along a new leading replica axis: leaves ``[replicas, cp, ...]``.
-
-    ``planning_ms`` is that of all plans together.
-
-    Args:
-        plans: one plan per replica (group of ranks that shares a sequence), in the order of the
-            batch axis.
-
-    Raises:
-        ValueError: no plan is given, or the specs differ.
-    """
-    if not plans:
-        raise ValueError("stack_plans needs at least one plan")
-    for i, plan in enumerate(plans):
-        if plan.spec != plans[0].spec:
-            problem = plans[0].spec.shortfall(plan.spec) or plan.spec.shortfall(plans[0].spec)
-            raise ValueError(
-                f"plan {i} and plan 0 have different specs: {problem}; plan all with one spec"
-            )
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *plans)
-    times_ms = [plan.planning_ms for plan in plans if plan.planning_ms is not None]
-    return dataclasses.replace(stacked, planning_ms=sum(times_ms) if times_ms else None)

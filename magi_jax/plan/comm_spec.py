@@ -158,12 +158,14 @@ def grown(spec: AnyCommSpec, factor: float) -> Any:
     """A transfer with room for ``factor`` times as many rows, within what ranks can hold."""
     if isinstance(spec, TwoLevelSpec):
         nodes = spec.cp_size // spec.ranks_per_node
-        first, second = grown(spec.across, factor), grown(spec.within, factor)
+        first = grown(spec.across, factor)
         # A relay gets no more than all rows of one rank of each node.
         relay_rows = min(first.dst_rows, bucket(nodes * spec.src_rows, MIN_BUFFER_ROWS))
+        relay_rows = max(relay_rows, spec.relay_rows)
+        second = grown(dataclasses.replace(spec, relay_rows=relay_rows).within, factor)
         return dataclasses.replace(
             spec,
-            relay_rows=max(relay_rows, spec.relay_rows),
+            relay_rows=relay_rows,
             dst_rows=second.dst_rows,
             first=_step(first, factor, spec.src_rows),
             second=_step(second, factor, second.dst_rows),
@@ -171,10 +173,11 @@ def grown(spec: AnyCommSpec, factor: float) -> Any:
     wide = rounded(spec, None, factor)
     pair_rows = max(min(wide.pair_rows, spec.src_rows), spec.pair_rows)
     arriving = bucket(math.ceil(spec.dst_rows * factor), MIN_BUFFER_ROWS)
-    others = bucket((spec.num_peers - 1) * spec.src_rows, MIN_BUFFER_ROWS)
+    sources = spec.num_peers - (not spec.self_rows)
+    most = bucket(sources * spec.src_rows, MIN_BUFFER_ROWS)
     return dataclasses.replace(
         wide,
-        dst_rows=max(min(arriving, others), spec.dst_rows),
+        dst_rows=max(min(arriving, most), spec.dst_rows),
         pair_rows=pair_rows,
         self_rows=spec.self_rows,
         pieces=bucket(math.ceil(spec.pieces * entries_factor(factor)), MIN_ENTRIES),

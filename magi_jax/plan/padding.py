@@ -8,8 +8,9 @@ from magi_jax.plan.lay_out.late import empty_late, no_rows
 from magi_jax.plan.lay_out.transfer import padding_piece
 from magi_jax.plan.lay_out.travel import empty_travel
 from magi_jax.plan.lay_out.work import WorkTables
+from magi_jax.plan.part_specs import LateSpec, StagesSpec, TableSpec
 from magi_jax.plan.slice_table import empty_table, pad_entries
-from magi_jax.plan.spec import LateSpec, PlanSpec, StagesSpec, TableSpec
+from magi_jax.plan.spec import PlanSpec
 from magi_jax.plan.tables import (
     N_ROWS,
     AnyComm,

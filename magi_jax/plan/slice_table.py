@@ -5,8 +5,8 @@ import numpy as np
 from magi_jax.masks import bands
 from magi_jax.masks.attn_mask import AttnMask, require_mask
 from magi_jax.plan.frame import does_not_fit
+from magi_jax.plan.part_specs import TableSpec
 from magi_jax.plan.sizes import MIN_ENTRIES, bucket
-from magi_jax.plan.spec import TableSpec
 from magi_jax.plan.tables import SliceTable
 from magi_jax.solver import slice_table as solver
 from magi_jax.solver.slice_table import TileRuns

@@ -10,85 +10,13 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from magi_jax.plan.comm_spec import AnyCommSpec, CommSpec, TwoLevelSpec, grown
-from magi_jax.plan.sizes import (
-    MIN_BUFFER_ROWS,
-    MIN_ENTRIES,
-    MIN_SEGMENTS,
-    Sizes,
-    bucket,
-    capacity,
-    entries_factor,
-    rounded,
-    union_of,
-)
+from magi_jax.plan.comm_spec import AnyCommSpec, CommSpec, TwoLevelSpec
+from magi_jax.plan.part_specs import LateSpec, StagesSpec, TableSpec, TravelSpec
+from magi_jax.plan.room import roomy_move, roomy_stages, roomy_travel
+from magi_jax.plan.sizes import MIN_SEGMENTS, Sizes, bucket, capacity, entries_factor, union_of
 
 # Where the keys of a plan are: with its queries, in another plan's dispatch, or whole on every rank.
 OWN_KEYS, OTHER_KEYS, REPLICATED_KEYS = "own", "other", "replicated"
-
-
-@dataclass(frozen=True)
-class TableSpec(Sizes):
-    """Sizes of one `SliceTable`.
-
-    Attributes:
-        q_len, k_len: rows of the query and key buffers that the table speaks of.
-        tile_size: rows of a tile.
-        slices: capacity ``A``.
-        query_runs, query_ids: capacities ``R`` and ``I`` of ``by_query``.
-        key_runs, key_ids: the same of ``by_key``.
-    """
-
-    q_len: int = dataclasses.field(metadata=capacity(None))
-    k_len: int = dataclasses.field(metadata=capacity(None))
-    tile_size: int
-    slices: int = dataclasses.field(metadata=capacity(MIN_ENTRIES))
-    query_runs: int = dataclasses.field(metadata=capacity(MIN_ENTRIES))
-    query_ids: int = dataclasses.field(metadata=capacity(MIN_ENTRIES))
-    key_runs: int = dataclasses.field(metadata=capacity(MIN_ENTRIES))
-    key_ids: int = dataclasses.field(metadata=capacity(MIN_ENTRIES))
-
-
-@dataclass(frozen=True)
-class LateSpec(Sizes):
-    """Sizes of a `LateTables`: the slice table, and the cast that fills the buffer of its keys.
-
-    Attributes:
-        calc, comm: as there.
-        shared_rows: capacity ``E`` of its `SharedTables`; None where it has none.
-    """
-
-    calc: TableSpec
-    comm: CommSpec
-    shared_rows: int | None = dataclasses.field(default=None, metadata=capacity(MIN_BUFFER_ROWS))
-
-    @property
-    def shared_comm(self) -> CommSpec:
-        """Sizes of the transfer of the `SharedTables`."""
-        assert self.shared_rows is not None, "there are no shared keys"
-        return dataclasses.replace(self.comm, src_rows=self.shared_rows)
-
-
-@dataclass(frozen=True)
-class StagesSpec(Sizes):
-    """Sizes of the stages of one direction: ``calc``, ``comm`` and ``late`` as in `PlanSpec`."""
-
-    calc: tuple[TableSpec, ...]
-    comm: tuple[AnyCommSpec, ...]
-    late: LateSpec | None = None
-
-    @property
-    def near(self) -> tuple[bool, ...]:
-        """Whether each remote stage has rows of own nodes alone."""
-        return tuple(spec.is_near for spec in self.comm)
-
-
-@dataclass(frozen=True)
-class TravelSpec(Sizes):
-    """Sizes of a `TravelTables`: the slice table, and the cast of query rows that feeds it."""
-
-    calc: TableSpec
-    comm: AnyCommSpec
 
 
 @dataclass(frozen=True)
@@ -225,72 +153,21 @@ class PlanSpec(Sizes):
         num_chunks = -(-self.seq_len // self.chunk_size)
         chunks = -(-num_chunks // self.cp_size)  # of a rank, at most
 
-        def moved(spec: CommSpec, factor: float = factor) -> CommSpec:
-            # Whether tokens stay where they are differs most of all, from none to all of a rank's.
-            self_rows = max(spec.self_rows, spec.src_rows)
+        def moved(spec: CommSpec, factor: float) -> CommSpec:
             # A chunk meets at most two ranks of the contiguous layout, and three chunks when rolled.
-            pieces = bucket(max(3 * chunks, math.ceil(spec.pieces * entries)), MIN_ENTRIES)
-            return dataclasses.replace(
-                grown(spec, factor), dst_rows=spec.dst_rows, self_rows=self_rows, pieces=pieces
-            )
+            return roomy_move(spec, factor, max(3 * chunks, math.ceil(spec.pieces * entries)))
 
-        def staged(stages: StagesSpec) -> StagesSpec:
-            comm = tuple(grown(c, factor) for c in stages.comm)
-            k_lens = (stages.calc[0].k_len, *(spec.dst_rows for spec in comm))
-            tables = (_roomy(table, factor) for table in stages.calc)
-            calc = (
-                dataclasses.replace(t, q_len=self.local_len, k_len=n)
-                for t, n in zip(tables, k_lens, strict=True)
-            )
-            late = None if stages.late is None else waited(stages.late)
-            return StagesSpec(tuple(calc), comm, late)
-
-        def waited(late: LateSpec) -> LateSpec:
-            comm = grown(late.comm, factor)
-            self_rows = min(bucket(math.ceil(late.comm.self_rows * factor)), comm.src_rows)
-            arriving = bucket(math.ceil(late.comm.dst_rows * factor), MIN_BUFFER_ROWS)
-            most = bucket(comm.cp_size * comm.src_rows, MIN_BUFFER_ROWS)  # own ones too
-            comm = dataclasses.replace(
-                comm,
-                dst_rows=max(min(arriving, most), late.comm.dst_rows),
-                self_rows=max(self_rows, late.comm.self_rows),
-            )
-            calc = _roomy(late.calc, factor)
-            calc = dataclasses.replace(calc, q_len=self.local_len, k_len=comm.dst_rows)
-            rows = late.shared_rows
-            if rows is not None:
-                rows = min(bucket(math.ceil(rows * factor), MIN_BUFFER_ROWS), comm.src_rows)
-                rows = max(rows, late.shared_rows or 0)
-            return LateSpec(calc, comm, rows)
-
-        def travelled(travel: TravelSpec) -> TravelSpec:
-            comm = grown(travel.comm, factor)
-            calc = _roomy(travel.calc, factor)
-            calc = dataclasses.replace(calc, q_len=comm.dst_rows, k_len=self.local_len)
-            return TravelSpec(calc, comm)
-
-        forward = staged(self.forward_stages)
+        rows = factor, self.local_len
+        forward = roomy_stages(self.forward_stages, *rows)
         return dataclasses.replace(
             self,
             segments=bucket(max(chunks, math.ceil(self.segments * entries)), MIN_SEGMENTS),
             calc=forward.calc,
             comm=forward.comm,
             late=forward.late,
-            backward=None if self.backward is None else staged(self.backward),
-            travel=None if self.travel is None else travelled(self.travel),
-            transfer=moved(self.transfer),
+            backward=None if self.backward is None else roomy_stages(self.backward, *rows),
+            travel=None if self.travel is None else roomy_travel(self.travel, *rows),
+            transfer=moved(self.transfer, factor),
             # A roll moves few rows of each piece: their number goes with that of the entries.
             rolls=tuple(moved(spec, entries) for spec in self.rolls),
         )
-
-
-def _roomy(table: TableSpec, factor: float) -> TableSpec:
-    """Sizes of a table with room for what goes with ``factor`` times as many rows."""
-    wide = rounded(table, None, entries_factor(factor))
-    # Ids take 4 bytes, and there is one for each slice and tile that meet: no number differs more.
-    twice = 2 if factor > 1 else 1
-    return dataclasses.replace(
-        wide,
-        query_ids=bucket(twice * wide.query_ids, MIN_ENTRIES),
-        key_ids=bucket(twice * wide.key_ids, MIN_ENTRIES),
-    )

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from magi_jax.ops import flex_flash_attention
+from magi_jax.plan.part_specs import TableSpec
 from magi_jax.plan.slice_table import build_table, exact_spec, slice_table
-from magi_jax.plan.spec import TableSpec
 from magi_jax.testing.hostile_masks import HostileMask, hostile_mask
 from magi_jax.testing.hostile_values import Answer, HostileValues, check_answer, hostile_values
 

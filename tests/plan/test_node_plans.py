@@ -115,6 +115,23 @@ def test_specs_of_both_kinds_unite():
     check_plan(two.pad_to(wide), MASK, walk=False)
 
 
+def test_scaled_stages_have_room_for_rows_of_own_nodes():
+    """The last stage of a sample had rows of other nodes alone; in a later plan it has rows of all."""
+    mask = masks.causal(4096)
+    config = PlanConfig(chunk_size=64, ranks_per_node=4, two_level=True)
+    near, even, later = (
+        dataclasses.replace(config, overlap=(stages, stages))
+        for stages in ((True, False, False), 2, 3)
+    )
+    union = make_plan(mask, 8, near).spec.union(make_plan(mask, 8, even).spec)
+    assert not any(union.forward_stages.near)
+    assert union.comm[2].first.self_rows < union.comm[1].first.self_rows
+    wide = union.scaled(2.0)
+    plan = make_plan(mask, 8, later, wide)
+    assert plan.spec == wide
+    check_plan(plan, mask, walk=False)
+
+
 def test_a_spec_settles_the_way():
     two = make_plan(MASK, 8, NODES)
     window = masks.local(SIZE, window=(9, 0))

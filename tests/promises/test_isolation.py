@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 import magi_jax as mj
 from magi_jax.flax import Decoder, DecoderConfig, attention_fn
-from magi_jax.plan.spec import TableSpec
+from magi_jax.plan.part_specs import TableSpec
 
 LENGTHS = [70, 1, 33, 0, 129, 19]
 EDGES = np.cumsum([0, *LENGTHS])

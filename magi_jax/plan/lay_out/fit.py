@@ -5,7 +5,8 @@ from collections.abc import Callable
 from magi_jax.plan.frame import Frame, does_not_fit
 from magi_jax.plan.lay_out.stages import lay_out_both_late, lay_out_late, lay_out_stages
 from magi_jax.plan.lay_out.ways import AUTO, Overlap, late_work, settled_counts
-from magi_jax.plan.spec import PlanSpec, StagesSpec
+from magi_jax.plan.part_specs import StagesSpec
+from magi_jax.plan.spec import PlanSpec
 from magi_jax.plan.tables import StageTables
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.overlap.choose_stages import Counts, Settled, choose_stages

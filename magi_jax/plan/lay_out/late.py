@@ -7,9 +7,9 @@ import numpy as np
 from magi_jax.plan.comm_spec import CommSpec
 from magi_jax.plan.frame import Frame, does_not_fit
 from magi_jax.plan.lay_out.transfer import comm_meta, empty_comm, padding_piece
+from magi_jax.plan.part_specs import LateSpec
 from magi_jax.plan.sizes import MIN_BUFFER_ROWS, bucket
 from magi_jax.plan.slice_table import build_table, empty_table
-from magi_jax.plan.spec import LateSpec
 from magi_jax.plan.tables import N_ROWS, PEER, SRC_ROW, CommMeta, LateTables, SharedTables
 from magi_jax.solver.overlap.late import LateWork, RankRows
 from magi_jax.solver.slice_table import write_ranges

@@ -5,8 +5,9 @@ import numpy as np
 from magi_jax.plan.comm_spec import CommSpec
 from magi_jax.plan.frame import Frame, does_not_fit
 from magi_jax.plan.lay_out.late import empty_late, late_tables
+from magi_jax.plan.part_specs import StagesSpec, TableSpec
 from magi_jax.plan.slice_table import build_table, empty_table
-from magi_jax.plan.spec import PlanSpec, StagesSpec, TableSpec
+from magi_jax.plan.spec import PlanSpec
 from magi_jax.plan.tables import SliceTable, StageTables
 from magi_jax.plan.two_level import empty_transfer, lay_out_transfer
 from magi_jax.solver.overlap.late import LateWork, find_late_gradients

@@ -3,8 +3,9 @@
 from magi_jax.plan.comm_spec import CommSpec
 from magi_jax.plan.frame import Frame, does_not_fit
 from magi_jax.plan.lay_out.stages import stage_table
+from magi_jax.plan.part_specs import TravelSpec
 from magi_jax.plan.slice_table import empty_table
-from magi_jax.plan.spec import PlanSpec, TravelSpec
+from magi_jax.plan.spec import PlanSpec
 from magi_jax.plan.tables import TravelTables
 from magi_jax.plan.two_level import empty_transfer, lay_out_transfer
 from magi_jax.solver.work import transfer

@@ -9,8 +9,9 @@ from magi_jax.plan.lay_out.fit import lay_out_in
 from magi_jax.plan.lay_out.stages import lay_out_both_late, lay_out_late, lay_out_stages
 from magi_jax.plan.lay_out.travel import lay_out_travel
 from magi_jax.plan.lay_out.ways import AUTO, LATE, Overlap, late_work, settled_counts
+from magi_jax.plan.part_specs import LateSpec, StagesSpec, TravelSpec
 from magi_jax.plan.slice_table import exact_spec
-from magi_jax.plan.spec import LateSpec, PlanSpec, StagesSpec, TravelSpec
+from magi_jax.plan.spec import PlanSpec
 from magi_jax.plan.tables import LateTables, StageTables, TravelTables
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.overlap.choose_stages import choose_stages
