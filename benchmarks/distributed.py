@@ -7,9 +7,11 @@ head dim 128, ``--tokens`` per GPU. TFLOP/s per GPU are those of the mask's area
 GPUs, 4 * area * N * H forward, 2.5 times that for the gradients alone. `ratio` is to the rate of one
 GPU on the same sequence; `imbalance` of the plan bounds it. With --busy that is the rate of the
 slowest GPU while each of them computes the whole sequence for itself: cards differ, and share a
-cooler and a power supply. Cards grow slower as they warm, so whatever is compared is timed in
-turns, forth and back. With several processes, start one per GPU and add --coordinator HOST:PORT
---processes N --process I; then the single GPUs are each process's own, all at once.
+cooler and a power supply. Cards change their pace, so whatever is compared takes short turns on
+cards that never rest; `ratio` is the median over turns, each beside the single GPUs' turns before and
+after it, and `ratios` has the least, the greatest and their number. With several processes, start one per
+GPU and add --coordinator HOST:PORT --processes N --process I; then the single GPUs are each process's
+own, all at once.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import contextlib
 import functools
 import json
 import pathlib
+import statistics
 from collections.abc import Callable
 
 import jax
@@ -25,7 +28,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import add_process_flags, save_ranks, start
-from turns import in_turns, run
+from turns import Times, in_turns, median, ratios, run
 
 import magi_jax
 from magi_jax import dist_attention, masks
@@ -120,10 +123,22 @@ def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
             trace(args.trace / f"{name}_{num_kv_heads}_{transport}", calls[transport])
         for check in checks:
             check()
+    return rows_of(times, single, label, flops, cp_size)
+
+
+def rows_of(
+    times: Times, single: str | None, label: dict, flops: float, cp_size: int
+) -> list[dict]:
+    """A row for each of what was timed; ``flops`` are those of one GPU of all."""
     rows = []
-    for which, seconds in times.items():
+    for which, seconds in median(times).items():
         alone = which == single
-        beside = rows[0] if single and not alone else None
+        beside = None
+        if single and not alone:
+            beside = {
+                name: [x / cp_size for x in ratios(times[single][name], turns)]
+                for name, turns in times[which].items()
+            }
         rows.append(
             row(label | {"transport": which}, seconds, flops * (cp_size if alone else 1), beside)
         )
@@ -247,21 +262,26 @@ def trace(folder: pathlib.Path, calls: dict[str, Callable]) -> None:
             run(call, max(1, int(TRACED_S / run(call, 1))))
 
 
-def row(label: dict, times: dict[str, float], flops: float, single: dict | None) -> dict:
+def row(
+    label: dict, times: dict[str, float], flops: float, beside: dict[str, list[float]] | None
+) -> dict:
+    """Figures of one of them, printed by the first process; ``beside`` are its ratios, turn by turn."""
     result = dict(label)
     for name, factor in (("forward", 1.0), ("backward", 2.5)):
         result[f"{name}_ms"] = times[name] * 1e3
         result[f"{name}_tflops"] = factor * flops / times[name] / 1e12
-        if single:
-            result[f"{name}_ratio"] = result[f"{name}_tflops"] / single[f"{name}_tflops"]
+        if beside:
+            result[f"{name}_ratio"] = statistics.median(beside[name])
+            result[f"{name}_ratios"] = [min(beside[name]), max(beside[name]), len(beside[name])]
     if jax.process_index() == 0:
-        ratios = "".join(
-            f"  {result[f'{name}_ratio']:.3f}" for name in times if f"{name}_ratio" in result
+        shown = "".join(
+            f"  {result[f'{name}_ratio']:.3f} ({min(each):.3f}-{max(each):.3f})"
+            for name, each in (beside or {}).items()
         )
         print(
             f"{result['mask']:22} {result['heads']:6} {result['transport']:9}"
             f" fwd {result['forward_tflops']:5.0f} bwd {result['backward_tflops']:5.0f} TFLOP/s"
-            f" {ratios}  imbalance {result['imbalance']:.3f} stages {result['remote_stages']}"
+            f" {shown}  imbalance {result['imbalance']:.3f} stages {result['remote_stages']}"
             f"/{result['backward_stages']}"
             f" rows {result['remote_rows']} late {result['late_rows']}",
             flush=True,

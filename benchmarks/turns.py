@@ -1,47 +1,110 @@
 """Timing of several things that are compared, in short turns on cards that do not rest."""
 
+import collections
+import itertools
+import math
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from timing import mean_seconds
 
-SETTLE_S, TURN_S = 0.3, 0.12  # before what is compared, and of each turn
-TURNS, LONG_TURNS = 4, 2  # of everything that is compared; the latter of calls that are longer
-LEAST_CALLS = 2  # of a turn: the host takes 2 to 3 ms to begin after a wait
+SETTLE_S, TURN_S = 0.3, 0.06  # before what is compared, and of each turn
+LEAD_S, LONG_S = 0.01, 0.05  # of calls that begin a turn untimed; calls that need none
+PASS_S = 1.5  # of all turns
+LEAST_ROUNDS, MOST_ROUNDS = 3, 11  # of turns; the former of calls that are long
+AHEAD_S, MOST_AHEAD = 0.02, 8  # calls that are begun before the host waits for the first of them
+
+Times = dict[str, dict[str, list[float]]]
 
 
-def in_turns(calls: dict[str, dict[str, Callable]]) -> dict[str, dict[str, float]]:
-    """Seconds of each pass of each of them, a short while each in turns.
+def in_turns(calls: dict[str, dict[str, Callable]]) -> Times:
+    """Seconds of each pass of each of them, one figure for each turn; the first has a turn more, at the end.
 
     A card at the limit of its power changes its pace by a tenth within a tenth of a second, and by some per
-    cent within seconds. So calls follow each other without rest, before any are timed too, and what is
-    compared takes turns within that time.
+    cent within seconds. So what is compared takes turns within that time, and no device waits from the first
+    turn to the last: the host, which takes 2 to 3 ms to begin after a wait, is some calls ahead, and a turn
+    lasts from the end of the last call before it, or of its own first ones, to the end of its last one.
     """
-    times: dict[str, dict[str, float]] = {which: {} for which in calls}
+    times: Times = {which: {} for which in calls}
     for name in ("forward", "backward"):
-        once = {which: min(run(each[name], 1) for _ in range(2)) for which, each in calls.items()}
-        which = next(iter(calls))
-        run(calls[which][name], _count(SETTLE_S, once[which]))
-        measured: dict[str, list[float]] = {which: [] for which in calls}
-        for _ in range(1 + (TURNS if max(once.values()) < TURN_S else LONG_TURNS)):
-            for which, each in calls.items():
-                once[which] = run(each[name], _count(TURN_S, once[which]))
-                measured[which].append(once[which])
-        for which, values in measured.items():
-            times[which][name] = statistics.mean(values[1:])
+        these = {which: each[name] for which, each in calls.items()}
+        once = {which: min(run(call, 1) for _ in range(2)) for which, call in these.items()}
+        for which, turns in _timed(these, once).items():
+            times[which][name] = _slowest(turns)
     return times
 
 
-def _count(time_s: float, once_s: float) -> int:
-    return max(LEAST_CALLS, round(time_s / once_s))
+def ratios(first: list[float], other: list[float]) -> list[float]:
+    """Time of the first over that of another, turn by turn: each beside the turns before and after it."""
+    around = itertools.pairwise(first)
+    return [(a + b) / 2 / x for (a, b), x in zip(around, other, strict=True)]
 
 
 def run(call: Callable, count: int) -> float:
     """Mean seconds of back-to-back calls, of the slowest process."""
-    seconds = mean_seconds(call, jax.block_until_ready, count)
+    return _slowest([mean_seconds(call, jax.block_until_ready, count)])[0]
+
+
+def _timed(calls: dict[str, Callable], once: dict[str, float]) -> dict[str, list[float]]:
+    """Mean seconds of a call in each turn."""
+    first = next(iter(calls))
+    counts = {which: max(1, round(TURN_S / seconds)) for which, seconds in once.items()}
+    leads = {
+        which: 0 if seconds > LONG_S else math.ceil(LEAD_S / seconds)
+        for which, seconds in once.items()
+    }
+    # Calls that are long take turns of one length, however many of them that are.
+    longest = max(once.values())
+    if longest > TURN_S:
+        counts = {which: max(1, round(longest / seconds)) for which, seconds in once.items()}
+    round_s = sum((counts[which] + leads[which]) * once[which] for which in calls)
+    rounds = min(max(LEAST_ROUNDS, int(PASS_S / round_s)), MOST_ROUNDS)
+    turns = [which for _ in range(rounds) for which in calls] + [first]
+    settle = [calls[first]] * max(1, round(SETTLE_S / once[first]))
+    order = [calls[which] for which in turns for _ in range(leads[which] + counts[which])]
+    ahead = min(math.ceil(AHEAD_S / min(once.values())), MOST_AHEAD)
+    ends = _ends(itertools.chain(settle, order), ahead)[len(settle) - 1 :]
+    seconds: dict[str, list[float]] = {which: [] for which in calls}
+    at = 0  # the end of the turn before
+    for which in turns:
+        begin = at + leads[which]
+        at = begin + counts[which]
+        seconds[which].append((ends[at] - ends[begin]) / counts[which])
+    return seconds
+
+
+def _ends(calls: Iterable[Callable], ahead: int) -> list[float]:
+    """When each of these calls was done; the host has begun ``ahead`` more of them by then."""
+    begun: collections.deque = collections.deque()
+    ends = []
+
+    def wait() -> None:
+        jax.block_until_ready(begun.popleft())
+        ends.append(time.perf_counter())
+
+    for call in calls:
+        begun.append(call())
+        if len(begun) > ahead:
+            wait()
+    while begun:
+        wait()
+    return ends
+
+
+def _slowest(seconds: list[float]) -> list[float]:
+    """The largest of all processes, for each."""
     if jax.process_count() == 1:
         return seconds
-    return float(multihost_utils.process_allgather(np.float64(seconds)).max())
+    return np.max(multihost_utils.process_allgather(np.array(seconds)), axis=0).tolist()
+
+
+def median(times: Times) -> dict[str, dict[str, float]]:
+    """The turn in the middle of each."""
+    return {
+        which: {name: statistics.median(turns) for name, turns in each.items()}
+        for which, each in times.items()
+    }
