@@ -172,7 +172,7 @@ def _refusal(mesh: Mesh) -> str | None:
     if platforms != {"gpu"}:
         return f"they need NVIDIA GPUs, the mesh has devices of {sorted(platforms)}"
     if not ffi.build_info()["cuda"]:
-        return "this build of magi_jax has no CUDA part (no nvcc was found)"
+        return ffi.NO_CUDA
     return None
 
 

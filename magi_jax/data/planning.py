@@ -98,6 +98,8 @@ class PlanBatch:
         """
         if margin < 1:
             raise ValueError(f"margin must be at least 1, got {margin}")
+        if isinstance(batches, Packed | Mapping):
+            raise TypeError("fit takes several batches, such as [batch]; got one of them alone")
         specs = self.specs
         for packed in itertools.islice(batches, num_batches):
             specs = self._specs_of(packed, specs)

@@ -139,21 +139,28 @@ def check_operands(q: jax.Array, k: jax.Array, v: jax.Array, table: SliceTable) 
         raise ValueError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
     if q.dtype.name not in SUPPORTED_DTYPES:
         raise ValueError(f"q must be one of {', '.join(SUPPORTED_DTYPES)}; got {q.dtype}")
-    check_table(table, q.shape[0], k.shape[0])
+    check_table(table, q.shape, k.shape)
 
 
-def check_table(table: SliceTable, q_len: int, k_len: int) -> None:
-    """Refuses a table that was made for other lengths, or that still has a leading axis."""
+def check_table(table: SliceTable, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
+    """Refuses a table that was made for other rows, or that still has a leading axis."""
     if table.slices.ndim != 2:
         raise ValueError(
             "a slice table must be that of one rank, slices [A, 6]; got slices of shape"
             f" {table.slices.shape} (take its part with table.local(rank, cp_size))"
         )
-    if (table.q_len, table.k_len) != (q_len, k_len):
+    rows = (table.q_len, table.k_len)
+    if rows != (q_shape[0], k_shape[0]):
         raise ValueError(
-            f"the mask is for {table.q_len} queries and {table.k_len} keys, but q has {q_len} rows and k"
-            f" has {k_len}"
+            f"the mask is for {rows[0]} queries and {rows[1]} keys, but q has {q_shape[0]} rows and k has"
+            f" {k_shape[0]}{heads_first((q_shape, k_shape), rows)}"
         )
+
+
+def heads_first(shapes: tuple[tuple[int, ...], ...], rows: tuple[int, ...]) -> str:
+    """What to add to a message about wrong numbers of rows where operands seem to be ``[N, T, H]``."""
+    is_swapped = all(shape[-2] == n for shape, n in zip(shapes, rows, strict=True))
+    return "; rows come before heads here, [*B, T, N, H]: swap them" if is_swapped else ""
 
 
 def check_options(scale: float, logits_soft_cap: float) -> None:

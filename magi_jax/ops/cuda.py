@@ -164,10 +164,7 @@ class CudaImplementation(base.Implementation):
         """
         module = ffi.load()
         if not module.build_info()["cuda"]:
-            raise NotImplementedError(
-                f"{self.name}: this build of magi_jax has no CUDA kernels, because no nvcc was found;"
-                " install a CUDA toolkit or the nvidia-cuda-nvcc wheel and install magi_jax again"
-            )
+            raise NotImplementedError(f"{self.name}: {ffi.NO_CUDA}")
         backward = direction == "backward"
         extents = (q.shape[0], k.shape[0], q.shape[1], *k.shape[1:], v.shape[2], table.tile_size)
         dtypes = (jnp.dtype(q.dtype).name, jnp.dtype(result_dtype).name)

@@ -18,6 +18,12 @@ from magi_jax import compiled_module
 # table changed.
 INTERFACE = 4
 
+# What to say where a build without CUDA is asked for it.
+NO_CUDA = (
+    "this build of magi_jax has no CUDA kernels: where it was made no nvcc was found, or MAGI_JAX_CUDA was"
+    " OFF; install it again with an nvcc in reach (in a clone: make setup CUDA_KERNELS=all)"
+)
+
 
 def target(name: str) -> str:
     """What a custom call of the compiled module is registered as.

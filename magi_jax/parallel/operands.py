@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from magi_jax.ops.base import heads_first
 from magi_jax.parallel.region import AxisNames, Region, as_tuple, check_axes, explicit_entries
 from magi_jax.parallel.stages import Operands
 from magi_jax.plan import AttentionPlan
@@ -182,11 +183,16 @@ def check_operands(region: Region, specs: Specs, operands: Operands, plan: Atten
 
 def _check_rows(region, name, x, local_len, plan_name):
     ranks = 1 if region.is_local else region.cp_size
-    if x.shape[-3] != local_len * ranks:
+    rows = local_len * ranks
+    if x.shape[-3] != rows:
+        axis = ", axis=1" if x.ndim == 4 else ""
+        instead = (
+            heads_first((x.shape,), (rows,))
+            or f"; bring tokens there with dispatch(x, {plan_name}, {region.axis_name!r}{axis})"
+        )
         raise ValueError(
-            f"{name} has {x.shape[-3]} rows, but the plan lays {local_len * ranks} out"
-            f" ({local_len} per rank{'' if region.is_local else f', {ranks} ranks'});"
-            f" bring tokens there with dispatch(x, {plan_name}, {region.axis_name!r})"
+            f"{name} has {x.shape[-3]} rows, but the plan lays {rows} out"
+            f" ({local_len} per rank{'' if region.is_local else f', {ranks} ranks'}){instead}"
         )
 
 

@@ -232,10 +232,11 @@ def _on_each(
     """A NumPy move on every leaf, and on every replica of a stacked plan."""
     table = positions(plan)
 
-    def one(leaf):
+    def one(path, leaf):
         if leaf.ndim <= axis or leaf.shape[axis] != num_rows:
+            of_leaf = f" of {jax.tree_util.keystr(path)}" if path else ""
             raise ValueError(
-                f"{name} needs {num_rows} rows on axis {axis}, got shape {leaf.shape}"
+                f"{name} needs {num_rows} rows on axis {axis}{of_leaf}, got shape {leaf.shape}"
                 f"{other_axis(leaf.shape, num_rows)}"
             )
         if table.ndim == 1:
@@ -243,9 +244,8 @@ def _on_each(
         if leaf.shape[0] != len(table):
             raise ValueError(
                 f"{name}: the stacked plan has {len(table)} replicas, axis 0 of shape {leaf.shape}"
-                " has"
-                f" {leaf.shape[0]}"
+                f" has {leaf.shape[0]}"
             )
         return np.stack([move(*both, axis - 1) for both in zip(leaf, table, strict=True)])
 
-    return jax.tree.map(one, x)
+    return jax.tree.map_with_path(one, x)

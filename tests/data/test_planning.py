@@ -198,6 +198,12 @@ def test_batches_of_another_kind_are_refused():
         planner({"segment_ids": jax.numpy.ones((1, 8), int)})
     with pytest.raises(TypeError, match=r"Packed or a dictionary of arrays .* got list"):
         planner([np.ones((1, 8), int)])
+    with pytest.raises(TypeError, match=r"fit takes several batches, such as \[batch\]"):
+        planner.fit({"segment_ids": np.ones((1, 8), int)})
+    with pytest.raises(
+        ValueError, match=r"needs 8 rows on axis 1 of \['weight'\], got shape \(1,\)"
+    ):
+        planner({"segment_ids": np.ones((1, 8), int), "weight": np.ones(1)})
     fitted = dataclasses.replace(planner, grow=True).fit([{"segment_ids": np.ones((1, 8), int)}])
     with pytest.raises(ValueError, match="fitted to sequences of 8 tokens, the batch has 6: pad"):
         fitted({"segment_ids": np.ones((1, 6), int)})

@@ -31,6 +31,7 @@ def attend(q=None, k=None, v=None, mask=MASK, **options):
         ({"v": zeros(8, 1, 4)}, "agree in length and heads"),
         ({"k": zeros(9, 2, 4), "v": zeros(9, 2, 4)}, "8 queries and 8 keys.*k has 9"),
         ({"q": zeros(7, 2, 4)}, "8 queries and 8 keys, but q has 7"),
+        (dict.fromkeys("qkv", zeros(2, 8, 4)), r"q has 2 rows and k has 2; rows come before heads"),
         ({"q": zeros(8, 2, 4, dtype="bfloat16")}, "one dtype; got bfloat16, float32"),
         ({"q": zeros(2, 8, 2, 4)}, "same leading axes"),
         ({"v": zeros(8, 2, 0)}, "head dims must be positive"),

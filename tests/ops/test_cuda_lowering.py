@@ -146,7 +146,9 @@ if HAS_CUDA:
 else:
 
     def test_a_build_without_cuda_says_so():
-        with pytest.raises(NotImplementedError, match="no CUDA kernels, because no nvcc was found"):
+        with pytest.raises(
+            NotImplementedError, match=r"no CUDA kernels: .* no nvcc was found, or MAGI_JAX_CUDA"
+        ):
             cuda.SM80.describe(*operands(), slice_table(masks.causal(300)))
 
 

@@ -41,6 +41,8 @@ def test_what_fits_is_accepted():
     [
         ("q has 30 rows.*dispatch", {"q": tensor(30, 4, 8)}),
         (f"k has {ROWS - 1} rows.*dispatch", {"k": tensor(ROWS - 1, 2, 8)}),
+        (r"q has 30 rows.*dispatch\(x, plan, 'cp', axis=1\)", {"q": tensor(3, 30, 4, 8)}),
+        ("q has 4 rows.*; rows come before heads here", {"q": tensor(3, 4, ROWS, 8)}),
         (r"all be \[T, N, H\] or all be \[B, T, N, H\]", {"q": tensor(ROWS, 8)}),
         (r"k \[\*B, S, K, H\]", {"k": tensor(ROWS, 2, 7)}),
         ("q has 4 heads, which is not a multiple of the 3 of k", {"k": tensor(ROWS, 3, 8)}),
@@ -48,7 +50,10 @@ def test_what_fits_is_accepted():
         ("one floating dtype", {"q": tensor(ROWS, 4, 8, dtype=np.int32)}),
         (r"sinks must be \[N\] or \[X, N\] with N = 4, got \(5,\)", {"sinks": tensor(5)}),
         ("for 4 ranks, but mesh axis 'cp' has 2", {"mesh": make_mesh(cp=2)}),
-        ("axis_name='sp', which is no axis", {"axis_name": "sp"}),
+        (
+            "axis_name='sp', which is no axis .*it names the one that rows are sharded over",
+            {"axis_name": "sp"},
+        ),
         ("batch_axes names 'dq'", {"options": DistOptions(batch_axes="dq")}),
         ("head_axes names 'cp'", {"options": DistOptions(head_axes="cp")}),
         ("q has no batch axis", {"options": OVER_DP, "mesh": make_mesh(dp=2, cp=4)}),
