@@ -1,8 +1,9 @@
 """Compares the model with steps that really ran on several GPUs.
 
-Steps of `dist_attention` are timed over all GPUs; the kernels of each rank alone on the first GPU, casts
-and reduces alone over all. The model lays the latter side by side as it does for 64 ranks; its error is how
-far that is from the former. Plans are those that `make_plan` chooses, and such that take each GPU for a node,
+Steps of `dist_attention` are timed over all GPUs; the kernels of each rank alone on its GPU while the others
+are as busy with theirs, since cards differ and share a cooler and a power supply; casts and reduces alone
+over all. The model lays the latter side by side as it does for 64 ranks; its error is how far that is from
+the former. Plans are those that `make_plan` chooses, and such that take each GPU for a node,
 in two stages whose rows move in two steps, as between nodes.
 """
 
@@ -10,6 +11,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,7 @@ from scaling.work import (
     HEAD_DIM,
     NUM_HEADS,
     NUM_KV_HEADS,
+    Piece,
     Problem,
     our_work,
     problems,
@@ -47,18 +50,19 @@ def check_all(args) -> None:
     started = time.perf_counter()
     ranks = len(jax.devices())
     mesh = jax.make_mesh((ranks,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
-    bench = Bench(get_implementation(args.implementation))
+    implementation = get_implementation(args.implementation)
+    benches = [Bench(implementation, device) for device in jax.devices()]
     posed = {
         tokens: problems(ranks, tokens, args.masks)
         for tokens in dict.fromkeys(args.tokens_per_rank)
     }
-    timed: dict[str, dict[str, float]] = {}
+    timed: dict[tuple[int, str], dict[str, float]] = {}
     rows: list[dict] = []
     every = itertools.product(args.transports, args.plans, posed, args.masks)
     for transport, way, tokens, name in every:
         if time.perf_counter() - started > args.budget_s:
             break
-        row = check(posed[tokens][name], mesh, bench, (transport, way), timed)
+        row = check(posed[tokens][name], mesh, benches, (transport, way), timed)
         place = {
             "mask": name, "tokens_per_rank": tokens, "ranks": ranks, "transport": transport,
             "plan": way,
@@ -87,12 +91,14 @@ def make_plan_of(way: str, problem: Problem, ranks: int) -> AttentionPlan:
 
 
 def check(
-    problem: Problem, mesh: Mesh, bench: Bench, how: tuple[str, str], timed: dict[str, dict]
+    problem: Problem, mesh: Mesh, benches: list[Bench], how: tuple[str, str], timed: dict
 ) -> dict:
-    """Measured and predicted microseconds of one problem; times of its pieces are added to ``timed``.
+    """Measured and predicted microseconds of one problem.
 
     Args:
+        benches: one for each rank, on its device.
         how: transport and way of the plan.
+        timed: microseconds by pass, of pieces by rank and name; those of this problem are added.
     """
     ranks = mesh.size
     transport, way = how
@@ -101,17 +107,21 @@ def check(
         raise ValueError("this check is for masks whose queries do not travel")
     pieces: dict = {}
     work = our_work(plan, ranks, pieces)
-    for key, piece in pieces.items():
-        if key not in timed:
-            timed[key] = {which: bench.measure(piece, which) for which in FLOPS_PER_PAIR}
+    passes = {"forward": work.calls, "backward": work.backward_calls}
+    time_kernels(passes, pieces, benches, timed)
     times = Times(
         *(
-            np.array([[timed[key][which] if key else 0.0 for key in row] for row in calls])
-            for which, calls in (("forward", work.calls), ("backward", work.backward_calls))
+            np.array(
+                [
+                    [timed[rank, key][which] if key else 0.0 for key in row]
+                    for rank, row in enumerate(calls)
+                ]
+            )
+            for which, calls in passes.items()
         )
     )
     plan = jax.device_put(plan, NamedSharding(mesh, ROWS))
-    with options_of(transport, mesh, bench.implementation) as options:
+    with options_of(transport, mesh, benches[0].implementation) as options:
         moves = {
             "forward": transfers(plan.forward_stages, mesh, options),
             "backward": transfers(plan.backward_stages, mesh, options),
@@ -131,6 +141,29 @@ def check(
     result["late_rows"] = [work.late_rows, work.backward_late_rows]
     result["reduce_us"] = moves["backward"].reduce[:, 0].tolist()
     return result
+
+
+def time_kernels(
+    passes: dict[str, np.ndarray], pieces: dict[str, Piece], benches: list[Bench], timed: dict
+) -> None:
+    """Times the calls of each rank on its device, all devices at once.
+
+    Args:
+        passes: names of the calls of each pass, ``[ranks, calls]``.
+        pieces: by name.
+        benches, timed: see `check`.
+    """
+
+    def of_rank(rank: int) -> None:
+        with jax.default_device(benches[rank].device):
+            for which, calls in passes.items():
+                for key in filter(None, calls[rank].tolist()):
+                    found = timed.setdefault((rank, key), {})
+                    if which not in found:
+                        found[which] = benches[rank].measure(pieces[key], which)
+
+    with ThreadPoolExecutor(len(benches)) as pool:
+        list(pool.map(of_rank, range(len(benches))))
 
 
 def steps(plan: AttentionPlan, mesh: Mesh, options: DistOptions) -> dict[str, float]:

@@ -115,10 +115,17 @@ class Operands(NamedTuple):
 
 
 class Bench:
-    """Operands and programs, made once for each shape."""
+    """Operands and programs, made once for each shape.
 
-    def __init__(self, implementation):
+    Args:
+        implementation: whose kernels are timed.
+        device: where; the default one where it is None. Whoever measures on another one does so under
+            ``jax.default_device`` of it.
+    """
+
+    def __init__(self, implementation, device: jax.Device | None = None):
         self.implementation = implementation
+        self.device = device
         self.arrays: dict[tuple, jax.Array] = {}
         self.made: dict[tuple, Callable] = {}
         self.pool = np.random.default_rng(0).standard_normal(POOL, np.float32)
@@ -235,9 +242,10 @@ class Bench:
         lse = jax.ShapeDtypeStruct(operands.delta.shape, jnp.float32)
         out, dq = _sums(piece, operands)
         forward, backward = self._make(piece.result)
-        if which == "forward":
-            return forward.lower(operands, table, out).compile()
-        return backward.lower(operands, lse, table, dq).compile()
+        with jax.default_device(self.device):  # a thread of a pool does not know its caller's
+            if which == "forward":
+                return forward.lower(operands, table, out).compile()
+            return backward.lower(operands, lse, table, dq).compile()
 
     def _make(self, result: str) -> tuple:
         options = {"scale": HEAD_DIM**-0.5, "logits_soft_cap": 0.0}
