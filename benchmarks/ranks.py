@@ -62,7 +62,7 @@ class Still(Link):
     ready: dict[str, jax.Array] | None = None
     wanted: dict[str, tuple] | None = None
 
-    def start_cast(self, rows, step) -> InFlight:
+    def start_cast(self, rows, step, exposed: bool = False) -> InFlight:
         return self._rows(rows, step.dst_rows)
 
     def start_reduce(self, partials, step) -> InFlight:

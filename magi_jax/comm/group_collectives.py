@@ -120,10 +120,13 @@ def group_reduce(
     return jax.tree.unflatten(treedef, reduced)
 
 
-def start_cast(x: Any, comm: CommMeta, axis_name: str, *, transport: Transport) -> InFlight:
+def start_cast(
+    x: Any, comm: CommMeta, axis_name: str, *, transport: Transport, exposed: bool = False
+) -> InFlight:
     """Begins a `group_cast` that runs beside what is computed until `finish`; no derivative.
 
-    What is returned is for `finish` alone, once. Arguments are those of `group_cast`.
+    What is returned is for `finish` alone, once. Arguments are those of `group_cast`, and ``exposed`` that of
+    `Transport.start_cast`.
     """
     local = _local_comm(comm, axis_name, "start_cast")
     leaves = _prepare(
@@ -131,7 +134,7 @@ def start_cast(x: Any, comm: CommMeta, axis_name: str, *, transport: Transport) 
     )
     if transport.start_cast is None:
         return InFlight(tuple(transport.cast(leaves, local, axis_name)))
-    return transport.start_cast(leaves, local, axis_name)
+    return transport.start_cast(leaves, local, axis_name, exposed)
 
 
 def start_reduce(

@@ -25,6 +25,9 @@ REDUCE_LSE = "magi_jax_group_reduce_lse"
 FINISH = "magi_jax_group_finish"
 
 MAX_LEAVES = 8  # of one call; kMaxLeaves in xla_ffi/comm/params.h
+# What a call runs beside, as xla_ffi/handlers/group_cuda.cc has it: nothing; attention, which must not take
+# the SMs that it needs; short computation, after which attention waits for it.
+ALONE, BESIDE, EXPOSED = 0, 1, 2
 _SUMMED = ("float32", "float16", "bfloat16", "int32", "uint32", "bool")
 _SEEN_BITS = 32  # peers in a word of a reduce's map
 
@@ -33,7 +36,7 @@ class _Call(NamedTuple):
     target: str
     comm: CommMeta
     axis_name: str
-    beside: bool  # computation follows, which must not take the SMs that the call needs
+    beside: int  # what the call runs beside, one of the numbers below
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,13 @@ class NativeCalls:
 
     def cast(self, leaves: Leaves, comm: CommMeta, axis_name: str) -> list[jax.Array]:
         """See `Transport.cast`."""
-        return self.finish_call(self.start_cast(leaves, comm, axis_name, beside=False))
+        return self.finish_call(self._start_cast(leaves, _Call(CAST, comm, axis_name, ALONE)))
 
     def reduce_sum(
         self, leaves: Leaves, comm: CommMeta, axis_name: str, wire_dtype: Any
     ) -> list[jax.Array]:
         """See `Transport.reduce_sum`. Rows that stay are rounded to ``wire_dtype`` as well."""
-        started = self.start_reduce_sum(leaves, comm, axis_name, wire_dtype, beside=False)
+        started = self.start_reduce_sum(leaves, comm, axis_name, wire_dtype, beside=ALONE)
         sums = self.finish_call(started)
         return [x.astype(sum_dtype(y.dtype)) for x, y in zip(sums, leaves, strict=True)]
 
@@ -82,16 +85,19 @@ class NativeCalls:
         """See `Transport.reduce_lse`."""
         wire = out.astype(wire_dtype or out.dtype)
         _check_summed(wire.dtype)
-        call = _Call(REDUCE_LSE, comm, axis_name, beside=False)
+        call = _Call(REDUCE_LSE, comm, axis_name, ALONE)
         part = self._start(call, [wire, lse.astype(jnp.float32)], [jnp.float32] * 2)
         merged = self.finish_call(InFlight((), (part,)))
         return merged[0].astype(sum_dtype(out.dtype)), merged[1].astype(sum_dtype(out.dtype))
 
     def start_cast(
-        self, leaves: Leaves, comm: CommMeta, axis_name: str, beside: bool = True
+        self, leaves: Leaves, comm: CommMeta, axis_name: str, exposed: bool = False
     ) -> InFlight:
         """See `Transport.start_cast`."""
-        call = _Call(CAST, comm, axis_name, beside)
+        beside = EXPOSED if exposed else BESIDE
+        return self._start_cast(leaves, _Call(CAST, comm, axis_name, beside))
+
+    def _start_cast(self, leaves: Leaves, call: _Call) -> InFlight:
         parts = [
             self._start(call, some, [leaf.dtype for leaf in some])
             for some in _in_calls(leaves, lambda leaf: None)
@@ -104,7 +110,7 @@ class NativeCalls:
         comm: CommMeta,
         axis_name: str,
         wire_dtype: Any,
-        beside: bool = True,
+        beside: int = BESIDE,
     ) -> InFlight:
         """See `Transport.start_reduce_sum`."""
         wire = [leaf.astype(wire_dtype or leaf.dtype) for leaf in leaves]

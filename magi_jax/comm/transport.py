@@ -61,7 +61,8 @@ class Transport:
             nobody returns.
         start_cast, start_reduce_sum: as ``cast`` and ``reduce_sum``, for calls that run beside the
             computation that follows until `finish_call`; None for transports of XLA's own
-            collectives, which it runs beside computation by itself.
+            collectives, which it runs beside computation by itself. A cast is told, last, whether it is
+            ``exposed``: whether what follows is short, so that attention soon waits for it.
         finish_call: ``InFlight -> leaves``.
     """
 
@@ -69,7 +70,7 @@ class Transport:
     cast: Callable[[Leaves, CommMeta, str], list[jax.Array]]
     reduce_sum: Callable[[Leaves, CommMeta, str, Any], list[jax.Array]]
     reduce_lse: Callable[[jax.Array, jax.Array, CommMeta, str, Any], tuple[jax.Array, jax.Array]]
-    start_cast: Callable[[Leaves, CommMeta, str], InFlight] | None = None
+    start_cast: Callable[[Leaves, CommMeta, str, bool], InFlight] | None = None
     start_reduce_sum: Callable[[Leaves, CommMeta, str, Any], InFlight] | None = None
     finish_call: Callable[[InFlight], list[jax.Array]] | None = None
 

@@ -43,9 +43,10 @@ class Link:
     transport: Transport
     wire_dtype: Any = None
 
-    def start_cast(self, rows: Arrays, step: CommMeta) -> InFlight:
-        """Begins a step of a cast."""
-        return start_cast(rows, step, self.axis_name, transport=self.transport)
+    def start_cast(self, rows: Arrays, step: CommMeta, exposed: bool = False) -> InFlight:
+        """Begins a step of a cast; ``exposed``: attention soon waits for it."""
+        options: dict[str, Any] = {"transport": self.transport, "exposed": exposed}
+        return start_cast(rows, step, self.axis_name, **options)
 
     def start_reduce(self, partials: Arrays, step: CommMeta) -> InFlight:
         """Begins a step of a sum."""
@@ -65,6 +66,7 @@ class Fetches:
         keys_values: of this rank.
         comm: transfer of each stage, without its ``[cp]`` axis.
         kept: keys and values of each stage that are there already, so that nothing is fetched.
+        exposed: whether no attention comes before that of the first stage.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Fetches:
         keys_values: KeysValues,
         comm: Sequence[AnyComm],
         kept: Sequence[KeysValues] = (),
+        exposed: bool = False,
     ):
         self.link, self.keys_values, self.kept = link, keys_values, kept
         self.steps = [transfer.steps for transfer in comm]
@@ -82,7 +85,7 @@ class Fetches:
         if not comm or kept:
             return
         if len(self.steps[0]) == 1:
-            self.arriving = link.start_cast(keys_values, self.steps[0][0])
+            self.arriving = link.start_cast(keys_values, self.steps[0][0], exposed)
         else:
             self._cross()
         self._cross()

@@ -123,7 +123,8 @@ class Stages:
         stages = plan.forward_stages if self.keep_remote_kv else plan.backward_stages
         # Tied to the cotangents: it must not start before, nor be merged with the forward pass's
         # transfer, whose result would then be kept alive in between.
-        remote = Fetches(self._link, (k, v), after(stages.comm, dout), kept[: len(stages.comm)])
+        kept_stages = kept[: len(stages.comm)]
+        remote = Fetches(self._link, (k, v), after(stages.comm, dout), kept_stages, exposed=True)
         late = self._late(after(stages.late, dout), *kept[len(stages.comm) :])
         of_late_keys = late.fetch((k, v)) if late else None
         dout, zero = behind(remote.behind_start((dout, jnp.zeros((), jnp.float32))), of_late_keys)
