@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from magi_jax.masks import algebra, bands, checks, convert, disjoint
+from magi_jax.masks import algebra, bands, checks, convert, disjoint, overview
 from magi_jax.masks.attn_slice import AttnSlice
 
 # Largest dense mask made without being asked for more: 256 MiB, a square of 16,384 tokens.
@@ -130,9 +130,45 @@ class AttnMask:
         if cells > max_cells:
             raise ValueError(
                 f"a dense mask of {self.q_len} x {self.k_len} has {cells} cells, more than "
-                f"{max_cells=}; crop the mask, or pass a larger max_cells"
+                f"{max_cells=}; crop the mask, look at its sketch() or coverage(rows), or pass a larger"
+                " max_cells"
             )
         return convert.dense(self.slices, self.q_len, self.k_len)
+
+    def coverage(self, rows: int, columns: int | None = None) -> np.ndarray:
+        """Visible share of each of ``rows`` x ``columns`` blocks, exact at any length.
+
+        With as many rows as a clip has frames, or a batch documents of one length, it says which of them
+        see which; `matplotlib.pyplot.imshow` draws it.
+
+        Args:
+            rows: even parts of the queries, of ``T * i // rows`` to ``T * (i + 1) // rows``.
+            columns: even parts of the keys; ``rows`` if not given.
+
+        Returns:
+            float64 ``[rows, columns]``, from 0 (no cell is visible) to 1 (all are).
+
+        Raises:
+            ValueError: a number of parts is less than 1.
+        """
+        rows = checks.count("rows", rows)
+        columns = rows if columns is None else checks.count("columns", columns)
+        return overview.coverage(self.slices, self.q_len, self.k_len, rows, columns)
+
+    def sketch(self, rows: int = 32) -> str:
+        """The mask in letters, to be printed: queries from top to bottom, keys from left to right.
+
+        ``##`` is a block that is visible as a whole, ``++`` in part, ``..`` not at all. There are at most
+        ``rows`` rows and twice as many columns; up to there blocks are square.
+
+        Raises:
+            ValueError: ``rows`` is less than 1.
+        """
+        most_columns = max(min(2 * checks.count("rows", rows), self.k_len), 1)
+        rows = max(min(rows, self.q_len), 1)
+        block = max(self.q_len / rows, 1)
+        columns = min(max(round(self.k_len / block), 1), most_columns)
+        return overview.sketch(self.coverage(rows, columns))
 
     def to_mask_types(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The mask as ``(q_ranges [B, 2], k_ranges [B, 2], types [B])``, int64, disjoint.

@@ -30,6 +30,14 @@ def length(name: str, value: Any) -> int:
     return number
 
 
+def count(name: str, value: Any) -> int:
+    """A number of parts as an int that is at least 1."""
+    number = integer(name, value)
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1; got {number}")
+    return number
+
+
 def sequence_lengths(q_len: Any, k_len: Any) -> tuple[int, int]:
     """Both lengths, refused when positions and diagonals would leave int32."""
     q_len, k_len = length("q_len", q_len), length("k_len", k_len)

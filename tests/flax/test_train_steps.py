@@ -33,38 +33,51 @@ class NnxModel(nnx.Module):
         return self.head(x + self.attention(x, mask=mask))
 
 
-class LinenModel(linen.Module):
-    """The same around linen's module, which passes on only what the signature names."""
-
-    attention_fn: object = linen.dot_product_attention
+class LinenLayer(linen.Module):
+    """A layer around linen's module. Of the plan, which a scan hands on as it is, it makes its attention."""
 
     @linen.compact
-    def __call__(self, tokens, mask=None):
-        x = linen.Embed(VOCABULARY, 16)(tokens)
-        attention = linen.MultiHeadDotProductAttention(2, attention_fn=self.attention_fn)
-        return linen.Dense(VOCABULARY)(x + attention(x, mask=mask))
+    def __call__(self, x, mask, plan):
+        attend = linen.dot_product_attention if plan is None else _attend(plan)
+        attention = linen.MultiHeadDotProductAttention(2, attention_fn=attend)
+        return x + attention(x, mask=mask), None
+
+
+class LinenModel(linen.Module):
+    """A model of two such layers, rematerialised and scanned over."""
+
+    @linen.compact
+    def __call__(self, tokens, mask=None, plan=None):
+        layers = linen.scan(
+            linen.remat(LinenLayer),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=linen.broadcast,
+            length=2,
+        )
+        x, _ = layers()(linen.Embed(VOCABULARY, 16)(tokens), mask, plan)
+        return linen.Dense(VOCABULARY)(x)
+
+
+def _attend(plan):
+    return attention_fn(plan, options=OVER_DP)
 
 
 def _nnx():
     graphdef, params = nnx.split(NnxModel(nnx.Rngs(0)), nnx.Param)
 
-    def apply(params, tokens, mask=None, attend=None):
+    def apply(params, tokens, mask=None, plan=None):
         model = nnx.merge(graphdef, params)
-        if attend is not None:
-            model.attention.set_attributes(attention_fn=attend)
+        if plan is not None:
+            model.attention.set_attributes(attention_fn=_attend(plan))
         return model(tokens, mask)
 
     return params, apply
 
 
 def _linen():
-    params = LinenModel().init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
-
-    def apply(params, tokens, mask=None, attend=None):
-        model = LinenModel() if attend is None else LinenModel(attend)
-        return model.apply(params, tokens, mask)
-
-    return params, apply
+    model = LinenModel()
+    return model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)), model.apply
 
 
 def _batches(rng):
@@ -134,9 +147,8 @@ def test_own_model_trains_to_the_same_losses(make, rng):
     )
 
     def planned_loss(params, tokens, labels, plan):
-        attend = attention_fn(plan, options=OVER_DP)
         weight = jnp.broadcast_to(plan.positions.reshape(-1) >= 0, labels.shape)
-        return _loss(apply(params, tokens, attend=attend), labels, weight)
+        return _loss(apply(params, tokens, plan=plan), labels, weight)
 
     ours = _train_over_mesh(params, planned_loss, batches, plans)
     np.testing.assert_allclose(ours, dense, rtol=2e-5)
