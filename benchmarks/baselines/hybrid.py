@@ -2,7 +2,8 @@
 
 The idea of hybrid or dynamic context parallelism (ByteScale, arXiv 2502.21231; FlexSP, arXiv 2412.01523;
 Megatron Core's hybrid context parallel): a group of 1, 2, 4, ... ranks for each document, as large as its
-tokens and its area ask for. Groups are aligned, so that those of one size are the groups of one collective.
+tokens and its area ask for, or a few times as large where that balances ranks better, which FlexSP finds with
+a solver. Groups are aligned, so that those of one size are the groups of one collective.
 """
 
 from dataclasses import dataclass, field
@@ -20,8 +21,6 @@ from magi_jax.plan.tables import SliceTable
 from magi_jax.solver import intervals
 from magi_jax.solver.dispatch import Assignment, Layout, make_layout
 
-MOST_TOKENS = 1.5  # rows of a rank over the mean, in exchange for balance
-
 
 class Placement(NamedTuple):
     """Size and first rank of the group of each document, ``[D]`` both."""
@@ -30,28 +29,41 @@ class Placement(NamedTuple):
     first: np.ndarray
 
 
-def place(lengths: np.ndarray, area: np.ndarray, num_ranks: int) -> Placement:
+def place(
+    lengths: np.ndarray,
+    area: np.ndarray,
+    num_ranks: int,
+    spread: int = 1,
+    most_tokens: float = 1.5,
+) -> Placement:
     """Chooses groups: the smallest that hold a document, then heaviest first to the least loaded group.
+
+    A document for which no group has room takes a larger one.
 
     Args:
         lengths: tokens of each document ``[D]``.
         area: visible pairs of each document ``[D]``.
         num_ranks: a power of two.
+        spread: groups have room for so many times the area of a document.
+        most_tokens: rows of a rank over the mean; more of them let ranks be balanced better.
     """
     if num_ranks & (num_ranks - 1):
         raise ValueError(f"num_ranks must be a power of two, got {num_ranks}")
     tokens, work = lengths.sum() / num_ranks, max(area.sum() / num_ranks, 1)
-    need = np.maximum(np.maximum(lengths / tokens, area / work), 1.0)
+    need = np.maximum(np.maximum(lengths / tokens, spread * area / work), 1.0)
     size = np.minimum(1 << np.ceil(np.log2(need)).astype(int), num_ranks)
     held, load = np.zeros(num_ranks), np.zeros(num_ranks)
     first = np.zeros(len(lengths), np.int64)
     for document in np.lexsort((-area, -size)):
         group = size[document]
+        most = most_tokens * tokens - lengths[document] / group
+        while (fullest := held.reshape(-1, group).max(axis=1)).min() > most and group < num_ranks:
+            group = size[document] = 2 * group
+            most = most_tokens * tokens - lengths[document] / group
         rows, cost = lengths[document] / group, area[document] / group
-        room = held.reshape(-1, group).max(axis=1) + rows <= MOST_TOKENS * tokens
-        score = load.reshape(-1, group).max(axis=1) / work
+        room, score = fullest <= most, load.reshape(-1, group).max(axis=1)
         if not room.any():
-            room, score = np.ones_like(room), held.reshape(-1, group).max(axis=1)
+            room, score = np.ones_like(room), fullest
         chosen = np.flatnonzero(room)[np.argmin(score[room])] * group
         first[document] = chosen
         held[chosen : chosen + group] += rows
@@ -80,12 +92,24 @@ class Level:
 
 @dataclass(frozen=True)
 class Hybrid(Strategy):
-    """Inside each group the keys of its documents are gathered and queries lie in zigzag."""
+    """Inside each group the keys of its documents are gathered and queries lie in zigzag.
+
+    Attributes:
+        spread, most_tokens: see `place`.
+    """
+
+    spread: int = 1
+    most_tokens: float = 1.5
+
+    def place(self, problem: Problem) -> Placement:
+        """The group of each document."""
+        area = _document_area(problem)
+        return place(problem.lengths, area, self.num_ranks, self.spread, self.most_tokens)
 
     def layout(self, problem: Problem) -> Layout:
         """See `Strategy.layout`."""
         edges, owner = [], []
-        placement = place(problem.lengths, _document_area(problem), self.num_ranks)
+        placement = self.place(problem)
         start = np.cumsum(problem.lengths) - problem.lengths
         for begin, length, size, first in zip(start, problem.lengths, *placement, strict=True):
             parts = 2 * size if size > 1 else 1
@@ -98,7 +122,7 @@ class Hybrid(Strategy):
 
     def tables(self, problem: Problem) -> list[Level]:
         """The levels that have documents, smallest groups first, leaves ``[ranks, ...]``."""
-        placement = place(problem.lengths, _document_area(problem), self.num_ranks)
+        placement = self.place(problem)
         position = layouts.positions(self.layout(problem))
         document = np.repeat(np.arange(len(problem.lengths)), problem.lengths)
         size_of_row = np.where(position >= 0, placement.size[document[position]], 0)

@@ -12,6 +12,9 @@ from baselines.hybrid import Hybrid
 from magi_jax.solver.dispatch import Layout
 
 NODE = 8  # ranks that share a fast link
+# The hybrid strategy with groups as large as documents need, and with ones twice and four times as large,
+# with which ranks hold equal tokens but for a twentieth.
+HYBRIDS = {"hybrid": (1, 1.5), "hybrid_even2": (2, 1.05), "hybrid_even4": (4, 1.05)}
 
 
 @dataclass(frozen=True)
@@ -140,8 +143,8 @@ def make(name: str, num_ranks: int, node: int = NODE) -> Strategy:
         return HeadRing(name, axes, sharding)
     if base == "allgather" and sharding in ("zigzag", "documents"):
         return AllGather(name, (("ranks", num_ranks),), sharding)
-    if name == "hybrid":
-        return Hybrid(name, (("ranks", num_ranks),))
+    if name in HYBRIDS:
+        return Hybrid(name, (("ranks", num_ranks),), *HYBRIDS[name])
     raise ValueError(f"no strategy is called {name!r}; names() lists them")
 
 
@@ -150,4 +153,4 @@ def names() -> tuple[str, ...]:
     ring_like = [f"{base}_{s}" for base in ("usp", "loongtrain") for s in ("zigzag", "documents")]
     rings = [f"ring_{s}" for s in ("contiguous", "zigzag", "documents")]
     gathers = ["allgather_zigzag", "allgather_documents"]
-    return ("ulysses", *rings, *gathers, *ring_like, "hybrid")
+    return ("ulysses", *rings, *gathers, *ring_like, *HYBRIDS)

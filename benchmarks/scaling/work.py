@@ -144,7 +144,7 @@ def strategy_names(problem: Problem, num_ranks: int) -> list[str]:
     documents = len(problem.lengths)
     names = [OURS, ALIKE]
     for name in strategies.names():
-        by_document = name.endswith("documents") or name == "hybrid"
+        by_document = name.endswith("documents") or name in strategies.HYBRIDS
         if by_document and documents == 1:
             continue  # the same as zigzag
         groups = _rings(name, num_ranks)

@@ -64,7 +64,14 @@ def test_several_axes(name, rng):
 
 @pytest.mark.parametrize(
     "name",
-    ["ring_documents", "allgather_documents", "usp_documents", "loongtrain_documents", "hybrid"],
+    [
+        "ring_documents",
+        "allgather_documents",
+        "usp_documents",
+        "loongtrain_documents",
+        "hybrid",
+        "hybrid_even4",
+    ],
 )
 def test_by_document(name, rng):
     kind = rng.choice(["varlen_full", "varlen_causal"])
@@ -104,6 +111,35 @@ def test_hybrid_gives_long_documents_more_ranks_and_balances(rng):
     for size, first, length in zip(*placement, lengths, strict=True):
         load[first : first + size] += length**2 / size
     assert load.max() <= 1.3 * load.mean()
+
+
+def test_larger_groups_balance_documents_and_their_tokens(rng):
+    """Documents of which each is at most a rank's share, in tokens and in area, of a sum that fits nobody."""
+    from baselines import hybrid
+
+    lengths = rng.integers(100, 1500, 150)
+    area = lengths**2
+    worst = {}
+    for spread, most_tokens in strategies.HYBRIDS.values():
+        size, first = hybrid.place(lengths, area, 16, spread, most_tokens)
+        held, load = np.zeros((2, 16))
+        for rows, begin, n, cells in zip(size, first, lengths, area, strict=True):
+            held[begin : begin + rows] += n / rows
+            load[begin : begin + rows] += cells / rows
+        np.testing.assert_allclose([held.sum(), load.sum()], [lengths.sum(), area.sum()])
+        assert held.max() <= most_tokens * held.mean() * (1 + 1e-9)
+        worst[spread] = load.max() / load.mean()
+    assert worst[4] <= 1.05
+
+
+def test_a_document_without_room_takes_more_ranks():
+    """Two of three documents fill a rank each: the third has room on both alone."""
+    from baselines import hybrid
+
+    size, _ = hybrid.place(np.array([90, 90, 20]), np.array([90, 90, 20]), 2, 1, 1.0)
+    assert sorted(size.tolist()) == [1, 1, 2]
+    size, _ = hybrid.place(np.array([90, 90, 20]), np.array([90, 90, 20]), 2, 1, 1.2)
+    assert size.tolist() == [1, 1, 1]
 
 
 def test_layouts_hold_every_token_once(rng):
