@@ -25,7 +25,8 @@ from magi_jax.solver.cost import schedule, timeline
 from magi_jax.solver.cost.model import CostModel
 from magi_jax.solver.dispatch import DispatchProblem, chunk_edges
 from magi_jax.solver.dispatch.bounds import Bounds, lower_bounds
-from magi_jax.solver.dispatch.units import MAX_PARTS, fixed_units
+from magi_jax.solver.dispatch.split_chunks import MAX_PARTS
+from magi_jax.solver.dispatch.units import fixed_units
 from magi_jax.solver.overlap.travelling import NO_RANGES, Ranges, split_slices
 from magi_jax.solver.work.stages import StageSlices
 from magi_jax.solver.work.transfer import Pieces

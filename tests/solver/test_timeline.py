@@ -11,13 +11,8 @@ from magi_jax.solver import dispatch
 from magi_jax.solver.cost import schedule, timeline
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.cost.model import CostModel
-from magi_jax.solver.overlap.choose_stages import (
-    NEAR_STAGES,
-    CompiledTimes,
-    Kind,
-    NumpyTimes,
-    choose_stages,
-)
+from magi_jax.solver.overlap.choose_stages import NEAR_STAGES, choose_stages
+from magi_jax.solver.overlap.stage_times import CompiledTimes, Kind, NumpyTimes
 from magi_jax.solver.overlap.travelling import Ranges, split_slices
 from magi_jax.solver.work.find_work import Keys, find_work, traffic
 from magi_jax.solver.work.stages import StageSlices

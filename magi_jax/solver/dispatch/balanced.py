@@ -22,8 +22,9 @@ from magi_jax.solver.dispatch.numpy_placement import NumpyPlacement
 from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem
 from magi_jax.solver.dispatch.regular import contiguous, zigzag
 from magi_jax.solver.dispatch.runs import runs
+from magi_jax.solver.dispatch.split_chunks import COARSE_SHARE, FINENESS
 from magi_jax.solver.dispatch.starts import Site, dealt, greedy_starts, node_first_starts
-from magi_jax.solver.dispatch.units import COARSE_SHARE, FINENESS, Units, fixed_units, make_units
+from magi_jax.solver.dispatch.units import Units, fixed_units, make_units
 from magi_jax.solver.dispatch.whole import WholeDocuments
 from magi_jax.solver.engine import check_engine, compiled
 

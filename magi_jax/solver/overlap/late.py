@@ -15,7 +15,7 @@ from magi_jax.solver import intervals
 from magi_jax.solver.cost import schedule, timeline
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.dispatch.layout import Layout
-from magi_jax.solver.overlap.choose_stages import all_link_rows
+from magi_jax.solver.overlap.stage_times import all_link_rows
 from magi_jax.solver.work.find_work import Work, traffic
 from magi_jax.solver.work.remote import NOTHING_REMOTE, QueryCut, Remote, remote_ranges
 from magi_jax.solver.work.stages import Staged, StageSlices, cut_stages
