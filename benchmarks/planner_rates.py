@@ -70,6 +70,9 @@ def main() -> None:
         "--kernels", type=Path, default=ROOT / "benchmarks" / "results" / "scaling_kernels.json"
     )
     args = parser.parse_args()
+    for path in (args.pieces, args.kernels):
+        if not path.exists():
+            parser.error(f"{path} is not there: `benchmarks/scaling time` on a GPU makes it")
     pieces = {key: order.piece for key, order in load_orders(args.pieces).items()}
     timed = json.loads(args.kernels.read_text())["pieces"]
     for which in FLOPS_PER_PAIR:

@@ -27,6 +27,7 @@ LEAD_US, TIMED_US = 8e3, 8e3  # of calls of a piece, untimed until the pace is t
 FILL_US = 5e3  # of calls behind those, while the host sees to the next
 LONG_US = 60e3  # a call from here on needs no others before it, among calls like it
 HOST_CALLS, HOST_SAMPLES = 9, 15  # by which the host's part of a sequence of calls is found
+HOST_US = 1e6  # after which as many samples do as there are, where calls are long
 VISITS = 2  # to a piece, in one order and back
 POOL = 1 << 24  # different numbers in an operand, which repeats them
 MOST_BYTES = 48 << 30  # of operands that are kept for later blocks
@@ -186,7 +187,9 @@ class Bench:
         started = time.perf_counter()
         while (time.perf_counter() - started) * 1e6 < WARM_US:
             run_us(call, HOST_CALLS)
-        pairs = [(run_us(call, 1), run_us(call, HOST_CALLS)) for _ in range(HOST_SAMPLES)]
+        pairs: list[tuple[float, float]] = []
+        while len(pairs) < HOST_SAMPLES and sum(map(sum, pairs)) < HOST_US:
+            pairs.append((run_us(call, 1), run_us(call, HOST_CALLS)))
         each = [(HOST_CALLS * one - many) / (HOST_CALLS - 1) for one, many in pairs]
         self.host_us = max(statistics.median(each), 0.0)
 
