@@ -35,7 +35,6 @@ class Implementation(abc.ABC):
     def is_deterministic(self) -> bool:
         """Whether equal inputs give equal bits, gradients included."""
 
-    @abc.abstractmethod
     def forward(
         self,
         q: jax.Array,
@@ -74,8 +73,10 @@ class Implementation(abc.ABC):
             ValueError: operands that do not fit each other.
             NotImplementedError: what this implementation does not support, with the reason.
         """
+        options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
+        dtype = _check_forward(q, k, v, table, options, accumulate, out_dtype)
+        return self._forward((q, k, v), table, options, dtype, accumulate, with_row_max)
 
-    @abc.abstractmethod
     def backward(
         self,
         dout: jax.Array,
@@ -112,7 +113,39 @@ class Implementation(abc.ABC):
 
         Returns:
             ``dq [T, N, H]``, ``dk [S, K, H]`` and ``dv [S, K, Hv]``.
+
+        Raises:
+            ValueError: operands that do not fit each other.
+            NotImplementedError: what this implementation does not support, with the reason.
         """
+        check_operands(q, k, v, table)
+        check_options(scale, logits_soft_cap)
+        dtypes = _check_dq(dq_dtype, accumulate, q), _result_dtype(dkv_dtype, k, "dkv_dtype")
+        options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
+        return self._backward((dout, q, k, v, lse, delta), table, options, dtypes, accumulate)
+
+    @abc.abstractmethod
+    def _forward(
+        self,
+        tensors: tuple[jax.Array, jax.Array, jax.Array],
+        table: SliceTable,
+        options: dict[str, float],
+        out_dtype: jnp.dtype,
+        accumulate: tuple[jax.Array, jax.Array] | None,
+        with_row_max: bool,
+    ) -> tuple[jax.Array, ...]:
+        """`forward` of operands that fit: ``q, k, v``; ``scale`` and ``logits_soft_cap`` are options."""
+
+    @abc.abstractmethod
+    def _backward(
+        self,
+        tensors: tuple[jax.Array, ...],
+        table: SliceTable,
+        options: dict[str, float],
+        dtypes: tuple[jnp.dtype, jnp.dtype],
+        accumulate: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`backward` of operands that fit: ``dout, q, k, v, lse, delta``; dtypes of dq, and of dk and dv."""
 
 
 def check_operands(q: jax.Array, k: jax.Array, v: jax.Array, table: SliceTable) -> None:
@@ -179,7 +212,7 @@ def check_options(scale: float, logits_soft_cap: float) -> None:
         )
 
 
-def check_forward(
+def _check_forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -192,11 +225,11 @@ def check_forward(
     check_operands(q, k, v, table)
     check_options(**options)
     if accumulate is None:
-        return result_dtype(out_dtype, q, "out_dtype")
-    return check_accumulate(accumulate, q, v, out_dtype)
+        return _result_dtype(out_dtype, q, "out_dtype")
+    return _check_accumulate(accumulate, q, v, out_dtype)
 
 
-def check_accumulate(
+def _check_accumulate(
     accumulate: tuple[jax.Array, jax.Array], q: jax.Array, v: jax.Array, out_dtype: Any
 ) -> jnp.dtype:
     """Refuses results of another shape or dtype than those of this call; returns the dtype of ``out``."""
@@ -218,9 +251,9 @@ def check_accumulate(
     return out.dtype
 
 
-def check_dq(dq_dtype: Any, accumulate: jax.Array | None, q: jax.Array) -> jnp.dtype:
+def _check_dq(dq_dtype: Any, accumulate: jax.Array | None, q: jax.Array) -> jnp.dtype:
     """Refuses a dq of another shape or dtype than that of this call; returns its dtype."""
-    dtype = result_dtype(dq_dtype, q, "dq_dtype")
+    dtype = _result_dtype(dq_dtype, q, "dq_dtype")
     if accumulate is None:
         return dtype
     if accumulate.shape != q.shape or accumulate.dtype not in (q.dtype, jnp.float32):
@@ -242,7 +275,7 @@ def write_tiles(dq: jax.Array, accumulate: jax.Array, table: SliceTable) -> jax.
     return jnp.where(rows[:, None, None], dq, accumulate)
 
 
-def result_dtype(dtype: Any, operand: jax.Array, name: str) -> jnp.dtype:
+def _result_dtype(dtype: Any, operand: jax.Array, name: str) -> jnp.dtype:
     """Dtype of a result: that of ``operand`` by default; float32 is the only other one."""
     dtype = operand.dtype if dtype is None else jnp.dtype(dtype)
     if dtype not in (operand.dtype, jnp.float32):

@@ -62,53 +62,19 @@ class CudaImplementation(base.Implementation):
         """Whether all sums have a fixed order, as those of all kernels but the backward of ``sm90`` have."""
         return "sm90" not in self.backward_paths
 
-    def forward(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        table: SliceTable,
-        *,
-        scale: float,
-        logits_soft_cap: float,
-        accumulate: tuple[jax.Array, jax.Array] | None = None,
-        out_dtype: Any = None,
-        with_row_max: bool = False,
-    ) -> tuple[jax.Array, ...]:
-        """See `Implementation.forward`."""
-        options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
-        dtype = base.check_forward(q, k, v, table, options, accumulate, out_dtype)
-        case = (q, k, v, table, dtype, logits_soft_cap)
+    def _forward(self, tensors, table, options, out_dtype, accumulate, with_row_max):
+        q, k, v = tensors
+        case = (q, k, v, table, out_dtype, options["logits_soft_cap"])
         kernel, _ = self._choose("forward", *case, with_row_max)
         return ffa_calls.forward(
-            kernel, (q, k, v), table, dtype, accumulate, with_row_max, **options
+            kernel, tensors, table, out_dtype, accumulate, with_row_max, **options
         )
 
-    def backward(
-        self,
-        dout: jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        lse: jax.Array,
-        delta: jax.Array,
-        table: SliceTable,
-        *,
-        scale: float,
-        logits_soft_cap: float,
-        dkv_dtype: Any = None,
-        dq_dtype: Any = jnp.float32,
-        accumulate: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """See `Implementation.backward`."""
-        base.check_operands(q, k, v, table)
-        base.check_options(scale, logits_soft_cap)
-        dq_dtype = base.check_dq(dq_dtype, accumulate, q)
-        options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
-        dtype = base.result_dtype(dkv_dtype, k, "dkv_dtype")
-        case = (q, k, v, table, dtype, logits_soft_cap)
+    def _backward(self, tensors, table, options, dtypes, accumulate):
+        _, q, k, v, _, _ = tensors
+        dq_dtype, dkv_dtype = dtypes
+        case = (q, k, v, table, dkv_dtype, options["logits_soft_cap"])
         kernel, _ = self._choose("backward", *case, dq_dtype != jnp.float32)
-        tensors, dtypes = (dout, q, k, v, lse, delta), (dq_dtype, dtype)
         return ffa_calls.backward(kernel, tensors, table, dtypes, accumulate, **options)
 
     def backward_items(

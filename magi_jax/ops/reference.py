@@ -1,7 +1,7 @@
 """Attention in plain JAX, dense and short: runs anywhere and says what the kernels must compute."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,24 +38,10 @@ class ReferenceImplementation(base.Implementation):
         """True."""
         return True
 
-    def forward(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        table: SliceTable,
-        *,
-        scale: float,
-        logits_soft_cap: float,
-        accumulate: tuple[jax.Array, jax.Array] | None = None,
-        out_dtype: Any = None,
-        with_row_max: bool = False,
-    ) -> tuple[jax.Array, ...]:
-        """See `Implementation.forward`."""
-        options = {"scale": scale, "logits_soft_cap": logits_soft_cap}
-        dtype = base.check_forward(q, k, v, table, options, accumulate, out_dtype)
+    def _forward(self, tensors, table, options, out_dtype, accumulate, with_row_max):
+        q, k, v = tensors
         _check_size(q, k)
-        x = _logits(q, k, v, table, scale, logits_soft_cap)
+        x = _logits(q, k, v, table, **options)
         masked = jnp.where(x.visible, x.capped, -jnp.inf)
         top = jnp.max(masked, axis=-1, keepdims=True, initial=-jnp.inf)
         top = jnp.where(top == -jnp.inf, 0.0, top)
@@ -65,37 +51,20 @@ class ReferenceImplementation(base.Implementation):
         weights = weights / jnp.where(empty, 1.0, total)
         lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))[..., 0].T
         out = _seen_product("nts,snh->tnh", weights, x.v, x.visible)
-        results = (out.astype(dtype), lse)
         if accumulate is not None:
-            out, lse = merge(*accumulate, out, lse)
-            results = (out.astype(dtype), lse)
+            out_before, lse_before = accumulate
+            out, lse = merge(out_before, lse_before, out, lse)
+        results = (out.astype(out_dtype), lse)
         if not with_row_max:
             return results
         return *results, jnp.max(masked, axis=-1, initial=-jnp.inf).T
 
-    def backward(
-        self,
-        dout: jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        lse: jax.Array,
-        delta: jax.Array,
-        table: SliceTable,
-        *,
-        scale: float,
-        logits_soft_cap: float,
-        dkv_dtype: Any = None,
-        dq_dtype: Any = jnp.float32,
-        accumulate: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """See `Implementation.backward`."""
-        base.check_operands(q, k, v, table)
-        base.check_options(scale, logits_soft_cap)
-        dq_dtype = base.check_dq(dq_dtype, accumulate, q)
+    def _backward(self, tensors, table, options, dtypes, accumulate):
+        dout, q, k, v, lse, delta = tensors
+        dq_dtype, dkv_dtype = dtypes
+        scale, logits_soft_cap = options["scale"], options["logits_soft_cap"]
         _check_size(q, k)
-        dtype = base.result_dtype(dkv_dtype, k, "dkv_dtype")
-        x = _logits(q, k, v, table, scale, logits_soft_cap)
+        x = _logits(q, k, v, table, **options)
         dout = dout.astype(jnp.float32)
         lse, delta = lse.T[..., None], delta.T[..., None]
         seen = x.visible[None] & (lse > -jnp.inf)
@@ -107,7 +76,7 @@ class ReferenceImplementation(base.Implementation):
         dq = _seen_product("nts,snh->tnh", dlogits, x.k, x.visible)
         dk = _seen_product("nts,tnh->snh", dlogits, x.q, x.visible)
         dv = _seen_product("nts,tnh->snh", weights, dout, x.visible)
-        dk, dv = (_sum_groups(d, k.shape[1]).astype(dtype) for d in (dk, dv))
+        dk, dv = (_sum_groups(d, k.shape[1]).astype(dkv_dtype) for d in (dk, dv))
         if accumulate is None:
             return dq.astype(dq_dtype), dk, dv
         if dq_dtype == jnp.float32:
