@@ -66,6 +66,7 @@ def main() -> None:
         "--transports", nargs="+", choices=list(check.TRANSPORTS), default=list(check.TRANSPORTS)
     )
     check_.add_argument("--plans", nargs="+", choices=list(check.WAYS), default=list(check.WAYS))
+    check_.add_argument("--repeats", type=int, default=3, help="of a step in one program")
     check_.add_argument("--budget-s", type=float, default=600.0)
     check_.add_argument("--json", type=pathlib.Path, default=RESULTS / "scaling_check.json")
     args = parser.parse_args()

@@ -42,7 +42,6 @@ MASKS = ("full", "causal", "varlen_full", "varlen_causal", "swa_causal", "prefix
 TRANSPORTS = ("native", "portable")
 WAYS = ("chosen", "two steps")  # of plans
 ROWS = PartitionSpec("cp")
-REPEATS = 3  # of a step in one program
 
 
 def check_all(args) -> None:
@@ -62,7 +61,7 @@ def check_all(args) -> None:
     for transport, way, tokens, name in every:
         if time.perf_counter() - started > args.budget_s:
             break
-        row = check(posed[tokens][name], mesh, benches, (transport, way), timed)
+        row = check(posed[tokens][name], mesh, benches, (transport, way, args.repeats), timed)
         place = {
             "mask": name, "tokens_per_rank": tokens, "ranks": ranks, "transport": transport,
             "plan": way,
@@ -91,17 +90,17 @@ def make_plan_of(way: str, problem: Problem, ranks: int) -> AttentionPlan:
 
 
 def check(
-    problem: Problem, mesh: Mesh, benches: list[Bench], how: tuple[str, str], timed: dict
+    problem: Problem, mesh: Mesh, benches: list[Bench], how: tuple[str, str, int], timed: dict
 ) -> dict:
     """Measured and predicted microseconds of one problem.
 
     Args:
         benches: one for each rank, on its device.
-        how: transport and way of the plan.
+        how: transport, way of the plan, and how often a program repeats a step.
         timed: microseconds by pass, of pieces by rank and name; those of this problem are added.
     """
     ranks = mesh.size
-    transport, way = how
+    transport, way, repeats = how
     plan = make_plan_of(way, problem, ranks)
     if plan.travel is not None:
         raise ValueError("this check is for masks whose queries do not travel")
@@ -126,7 +125,7 @@ def check(
             "forward": transfers(plan.forward_stages, mesh, options),
             "backward": transfers(plan.backward_stages, mesh, options),
         }
-        measured = steps(plan, mesh, options)
+        measured = steps(plan, mesh, options, repeats)
     predicted = our_us(work, times, moves, Machine())
     result: dict = {}
     for which, per_pair in FLOPS_PER_PAIR.items():
@@ -166,7 +165,7 @@ def time_kernels(
         list(pool.map(of_rank, range(len(benches))))
 
 
-def steps(plan: AttentionPlan, mesh: Mesh, options: DistOptions) -> dict[str, float]:
+def steps(plan: AttentionPlan, mesh: Mesh, options: DistOptions, repeats: int) -> dict[str, float]:
     """Microseconds of forward, and of backward from saved residuals.
 
     Both are repeated inside a program, one after the other, so that short ones do not wait for the host.
@@ -187,10 +186,10 @@ def steps(plan: AttentionPlan, mesh: Mesh, options: DistOptions) -> dict[str, fl
     start = jax.jit(lambda q, k, v, plan: jax.vjp(lambda *x: call(*x, plan), q, k, v))
     finish = jax.jit(in_order)
     _, pull = start(q, k, v, plan)
-    qs, douts = ([x, *(jnp.array(x, copy=True) for _ in range(REPEATS - 1))] for x in (q, dout))
+    qs, douts = ([x, *(jnp.array(x, copy=True) for _ in range(repeats - 1))] for x in (q, dout))
     return {
-        "forward": 1e6 / REPEATS * steady_seconds(lambda: forward(qs, k, v, plan)),
-        "backward": 1e6 / REPEATS * steady_seconds(lambda: finish(pull, douts)),
+        "forward": 1e6 / repeats * steady_seconds(lambda: forward(qs, k, v, plan)),
+        "backward": 1e6 / repeats * steady_seconds(lambda: finish(pull, douts)),
     }
 
 

@@ -54,8 +54,10 @@ def choose(
         steps: predicted microseconds of each work, by pass.
     """
     wanted: dict[str, set[str]] = {}
+    # Regular masks side by side: there strategies differ by less than the pace of a card within a minute.
     posed = sorted(
-        dict.fromkeys(key[:2] for key in works), key=lambda problem: not _aimed(*problem)
+        dict.fromkeys(key[:2] for key in works),
+        key=lambda problem: (problem[1] not in REGULAR, not _aimed(*problem)),
     )
     for most_ranks, share in ROUNDS:
         for problem in posed:
