@@ -11,8 +11,6 @@ from magi_jax.plan.tables import SliceTable
 from magi_jax.solver import slice_table as solver
 from magi_jax.solver.slice_table import TileRuns
 
-NO_SLICE = np.zeros(bands.NUM_COLUMNS, np.int64)
-
 
 def slice_table(
     mask: AttnMask, *, tile_size: int = solver.TILE_SIZE, spec: TableSpec | None = None
