@@ -1,7 +1,10 @@
 """What the results page says of the simulation and of its check."""
 
-from report_ceilings import OURS, ceilings, compared
+import statistics
+
+from report_ceilings import AIM, ALIKE, OURS, ceilings, compared
 from report_tables import distinct, losses, percent, table
+from report_targets import targets
 from scaling.published import PUBLISHED, PUBLISHED_RANKS
 
 
@@ -11,12 +14,20 @@ def scaling(stored: dict) -> list[str]:
     lines = [
         "TFLOP/s per GPU of the slowest rank, 8,192 tokens a rank, 64:8 heads of 128, bfloat16: kernel calls"
         " of each rank timed on one GPU, transfers modelled, since more than two GPUs were not to be had; the"
-        ' next section says how far that is off. "Ours" is the default: plans made in milliseconds for each'
-        " batch, gradients of keys sent in float32, keys fetched again in the backward pass. The others are"
-        " granted more: gradients in bfloat16, all keys and values of the forward pass kept in memory"
-        " (rings), layouts that nobody searches for. Alike is ours with the same:"
-        ' `DistOptions(reduce_dtype="bfloat16", keep_remote_kv=True)`, and plans made ahead with'
-        ' `effort="high"` (seconds of a background worker). All strategies run the kernel of this library.',
+        " next section says how far that is off. All strategies run the kernel of this library.",
+        "",
+        "Ours is the default: plans made in milliseconds for each batch, gradients of keys sent in float32,"
+        " keys fetched again in the backward pass. The others are granted more: gradients in bfloat16, all"
+        " keys and values of the forward pass kept in memory (rings), layouts that nobody searches for. Alike"
+        ' is ours with the same: `DistOptions(reduce_dtype="bfloat16", keep_remote_kv=True)`, and plans made'
+        ' ahead with `effort="high"` (seconds of a background worker).',
+        "",
+        "The others: `ulysses` (heads; kv heads are repeated where ranks are more, and sent so), `ring`,"
+        " `allgather`, `usp` (heads inside a node, a ring across nodes) and `loongtrain` (a ring of rings),"
+        " with each sequence or each document in zigzag; `hybrid` keeps a document on 1, 2, 4, ... ranks, as"
+        " many as its tokens and its area ask for, with up to 1.5 times the mean tokens on a rank;"
+        " `hybrid_even2` and `hybrid_even4` on 2 and 4 times as many, which balances ranks better, with 1.05"
+        " times the tokens at most.",
         "",
         *table(["target", "ours", "alike"], targets(rows)),
     ]
@@ -33,7 +44,8 @@ def scaling(stored: dict) -> list[str]:
         "Strategies that are ahead of the default, with its share of their rate and that of alike"
     )
     lines += ["", "### Who is ahead", "", *losses(title, _behind(rows))]
-    lines += ["", *fullest_ranks(rows), "", *ceilings(stored), "", *beside_published(rows)]
+    lines += ["", *fullest_ranks(rows), "", *ceilings(stored), "", *other_links(stored), ""]
+    lines += beside_published(rows)
     return [*lines, "", "### How these figures were made", "", *how(stored)]
 
 
@@ -99,9 +111,34 @@ def fullest_ranks(rows: list[dict]) -> list[str]:
         return []
     return [
         f"What still favours the others: `hybrid` gives a rank up to {most} tokens where ours gives each"
-        f" {held}. Projections and MLPs would take {most / held:.2f} times as long there, and all others"
-        " would wait, so that its attention alone is not what a user would see. Its gathers hide behind the"
-        " level before."
+        f" {held}, so that projections and MLPs would take {most / held:.2f} times as long there, and all"
+        " others would wait. The hybrids' gathers hide behind the documents before, and bringing rows into"
+        " the order of documents costs them nothing here."
+    ]
+
+
+def other_links(stored: dict) -> list[str]:
+    """How the counts change with the links."""
+    every = stored.get("other_links", [])
+    body = [
+        [
+            links["what"],
+            *(
+                f"{sum(ratio >= AIM for ratio in links[name])} of {len(links[name])}, median"
+                f" {statistics.median(links[name]):.2f}"
+                for name in (OURS, ALIKE)
+                if name in links
+            ),
+        ]
+        for links in every
+    ]
+    if not body:
+        return []
+    head = ["links", f"cells of at least {AIM} beside all others", "alike"]
+    return [
+        "The same masks and ranks over other links, with the same plans:",
+        "",
+        *table(head, body),
     ]
 
 
@@ -146,52 +183,6 @@ def beside_published(rows: list[dict]) -> list[str]:
         "",
         *table(head, body),
     ]
-
-
-def targets(rows: list[dict]) -> list[list[str]]:
-    """What the simulation was to show, and what it shows, of the masks and ranks that are there."""
-    there = {(r["mask"], r["cp"]) for r in rows}
-    wanted = (("varlen_causal", "forward", 500), ("varlen_full", "forward", 550),
-              ("varlen_causal", "backward", 430))  # fmt: skip
-    body = []
-    for mask, which, rate in wanted:
-        if (mask, 64) in there:
-            ours, _ = compared(rows, mask, 64, which)
-            text = f"{mask} {which} at 64 ranks: {rate} TFLOP/s"
-            body.append([text, *(f"{row[which]:.0f}" for row in ours)])
-    for mask in ("full", "causal"):
-        for which in ("forward", "backward"):
-            if (mask, 64) in there:
-                ours, _ = compared(rows, mask, 64, which)
-                shares = [row[f"{which}_kernel_us"] / row[f"{which}_us"] for row in ours]
-                text = f"{mask} {which} at 64 ranks: 0.97 of its kernels alone"
-                body.append([text, *(f"{share:.3f}" for share in shares)])
-    for text, regular, least, ranks in (
-        ("irregular masks at 32 and 64 ranks: 1.3 times the best other", False, 1.3, (32, 64)),
-        ("full and causal: never behind", True, 1.0, tuple(distinct(rows, "cp"))),
-    ):
-        problems = [p for p in there if (p[0] in ("full", "causal")) == regular and p[1] in ranks]
-        if problems:
-            body.append([text, *_reached(rows, sorted(problems), least)])
-    return body
-
-
-def _reached(rows: list[dict], problems: list[tuple[str, int]], least: float) -> list[str]:
-    """How many cells reach a ratio to the best other, and the least of them, by way of ours."""
-    cells = []
-    for way in range(2):
-        ratios = {}
-        for mask, cp in problems:
-            for which in ("forward", "backward"):
-                ours, best = compared(rows, mask, cp, which)
-                if way < len(ours):
-                    ratios[mask, cp, which] = ours[way][which] / best[which]
-        if ratios:
-            worst = min(ratios, key=ratios.__getitem__)
-            reached = sum(ratio >= least for ratio in ratios.values())
-            place = f"({worst[0]}, {worst[1]} ranks, {worst[2]})"
-            cells.append(f"{reached} of {len(ratios)} cells; least {ratios[worst]:.2f} {place}")
-    return cells
 
 
 def check(stored: dict) -> list[str]:

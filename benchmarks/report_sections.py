@@ -40,32 +40,52 @@ def kernels(stored: dict) -> list[str]:
 
 
 def kernel_peers(stored: dict) -> list[str]:
-    """Ours beside each peer, by mask, length and pass; then every peer that is ahead."""
+    """Ours beside each peer, by mask and length, a cell for all passes; then every peer that is ahead."""
     rows = stored["rows"]
     names = list(dict.fromkeys(name for row in rows for name in (*row["tflops"], *row["errors"])))
-    body = [
-        [row["mask"], row["length"], row["pass"],
-         *(f"{row['tflops'][name]:.0f}" if name in row["tflops"] else "" for name in names)]
-        for row in rows
-    ]  # fmt: skip
+    passes = distinct(rows, "pass")
+    body = []
+    for mask, length in dict.fromkeys((row["mask"], row["length"]) for row in rows):
+        here = {r["pass"]: r["tflops"] for r in rows if (r["mask"], r["length"]) == (mask, length)}
+        body.append([mask, length, *(_each_pass(name, passes, here) for name in names)])
     behind = [
         f"{row['mask']} {row['length']}, {row['pass']}: {row['best_peer']} ({row['ratio']:.2f})"
         for row in rows
         if row.get("ratio", 1.0) < 1.0
     ]
-    refused = dict.fromkeys(
-        f"{name}: {error}" for row in rows for name, error in row["errors"].items()
-    )
     return [
-        "As above, TFLOP/s at head dim 128, of every peer that takes a mask.",
+        f"TFLOP/s at head dim 128, {' / '.join(passes)}, of every peer that takes a mask, in turns as above.",
         *(["", stored["note"]] if "note" in stored else []),
         "",
-        *table(["mask", "tokens", "pass", *names], body),
+        *table(["mask", "tokens", *names], body),
         "",
         *losses("Peers that are ahead, with our share of their rate", behind),
-        "",
-        *losses("Peers that refuse a mask, in their words or in ours", list(refused)),
+        *_refusals(rows),
     ]
+
+
+def _each_pass(name: str, passes: list[str], rates: dict[str, dict]) -> str:
+    """Rates of all passes, or nothing where there is none."""
+    each = [f"{rates[p][name]:.0f}" if name in rates.get(p, {}) else "-" for p in passes]
+    return " / ".join(each) if set(each) != {"-"} else ""
+
+
+def _refusals(rows: list[dict]) -> list[str]:
+    """Who refused a mask: by name where there is no form of it, and with the message where it is another."""
+    without: dict[str, list[str]] = {}
+    others: dict[str, None] = {}
+    for row in rows:
+        for name, error in row["errors"].items():
+            if error.endswith(f"has no form of {row['mask']}"):
+                if row["mask"] not in without.setdefault(name, []):
+                    without[name].append(row["mask"])
+            else:
+                others[f"{name}: {error}"] = None
+    lines = []
+    if without:
+        each = [f"{name} of {', '.join(masks)}" for name, masks in without.items()]
+        lines += ["", f"No form of a mask has: {'; '.join(each)}."]
+    return [*lines, *(["", *losses("Refused", list(others))] if others else [])]
 
 
 def _kernel_cell(row: dict | None, with_name: bool) -> str:
@@ -130,6 +150,7 @@ def cpu_kernels(stored: dict) -> list[str]:
     return [
         f"{stored['length']} tokens, {stored['heads']} heads of {stored['head_dim']},"
         f" {stored['kernels']} kernels; best of {stored['repeats']} turns. In brackets the time over ours.",
+        *(["", stored["note"]] if "note" in stored else []),
         "",
         *table(head, body),
         "",
@@ -159,7 +180,9 @@ def memory(stored: dict) -> list[str]:
     return [
         f"GiB of a training step of {stored['layers']} layers, {heads} of {stored['head_dim']},"
         f" {stored['dtype']}, one causal sequence, by its tokens; sweeps end where a step exceeds"
-        f" {stored['limit_gib']:.0f} GiB. Policy: what `jax.checkpoint` keeps.",
+        f" {stored['limit_gib']:.0f} GiB. Policy: what `jax.checkpoint` keeps. By XLA's analysis of the program;"
+        " in brackets what its allocator held when the step ran.",
+        *(["", stored["note"]] if "note" in stored else []),
         "",
         *table(["attention", "policy", *lengths], body),
     ]
@@ -218,35 +241,47 @@ def _bad_input(rows: list[dict]) -> list[str]:
 
 
 def sanitizers(stored: dict) -> list[str]:
-    """Errors and hazards by sanitizer, kernels and way of calling, then each kind of report."""
-    body, reports = [], {}
-    groups: dict[tuple, list[dict]] = {}
+    """Errors and hazards by sanitizer and kernels, called directly and by JAX, then each kind of report."""
+    reports: dict[str, dict[str, int]] = {}
+    groups: dict[tuple, dict[str, list[dict]]] = {}
     for row in stored["rows"]:
         way = "directly" if row["problem"] else "by JAX"
-        groups.setdefault((row["tool"], row["path"], way), []).append(row)
+        groups.setdefault((row["tool"], row["path"]), {}).setdefault(way, []).append(row)
         for kind, count in row["kinds"].items():
-            place = f"{row['tool']}, {row['path']}: {_by_function(kind)}"
-            reports[place] = reports.get(place, 0) + count
-    for (tool, path, way), rows in groups.items():
-        ended = sum(row["ended"] == "0" for row in rows)
-        others = sorted({row["ended"] for row in rows} - {"0"})
-        named = f" (others: {', '.join(others)})" if others else ""
-        right = sum(not row["wrong"] for row in rows if row["ended"] == "0")
-        survived = ", ".join(row["survived"] for row in rows if row["survived"])
-        body.append([
-            tool, path, way, f"{ended} of {len(rows)}{named}",
-            survived or f"{right} of {ended}", sum(row["errors"] or 0 for row in rows),
-        ])  # fmt: skip
-    head = ["sanitizer", "kernels", "called", "ended well", "results right", "errors"]
+            found = reports.setdefault(f"{row['tool']}: {_by_function(kind)}", {})
+            found[row["path"]] = found.get(row["path"], 0) + count
+    alike: dict[tuple, list[str]] = {}  # kernels of which a sanitizer says the same
+    for (tool, path), ways in groups.items():
+        found = tool, *(_processes(ways.get(way, [])) for way in ("directly", "by JAX"))
+        alike.setdefault(found, []).append(path)
+    body = [[tool, ", ".join(paths), *cells] for (tool, *cells), paths in alike.items()]
+    lines = [
+        f"{text} ({', '.join(f'{path} {n}' for path, n in found.items())})"
+        for text, found in reports.items()
+    ]
     return [
         f"compute-sanitizer {stored['sanitizer'].removeprefix('Version ')}. Directly: one process for each"
         " problem of `tests/sanitize/device_problems.py`, with buffers of the exact size; by JAX: cases of"
-        " `tests/fuzz`. An error of racecheck is a pair of places; `kernel_notes.md` says what orders them.",
+        " `tests/fuzz`. A cell has the processes that ended well, whose results were right, and errors. An"
+        " error of racecheck is a pair of places; `kernel_notes.md` says what orders them.",
         "",
-        *table(head, body),
+        *table(["sanitizer", "kernels", "directly", "by JAX"], body),
         "",
-        *losses("What was reported, and how often", [f"{k} ({n})" for k, n in reports.items()]),
+        *losses("What was reported, and how often", lines),
     ]
+
+
+def _processes(rows: list[dict]) -> str:
+    """How many processes ended, were right, and what they reported."""
+    if not rows:
+        return ""
+    ended = sum(row["ended"] == "0" for row in rows)
+    others = sorted({row["ended"] for row in rows} - {"0"})
+    named = f" (others: {', '.join(others)})" if others else ""
+    right = sum(not row["wrong"] for row in rows if row["ended"] == "0")
+    survived = ", ".join(row["survived"] for row in rows if row["survived"])
+    errors = sum(row["errors"] or 0 for row in rows)
+    return f"ended {ended} of {len(rows)}{named}, right {survived or f'{right} of {ended}'}, errors {errors}"
 
 
 def _by_function(kind: str) -> str:

@@ -5,9 +5,9 @@ import pathlib
 import statistics
 from collections.abc import Callable
 
-from report_ceilings import compared
-from report_scaling import targets
+from report_ceilings import ratios
 from report_tables import distinct, table
+from report_targets import in_short
 
 
 def summary(results: pathlib.Path, files: dict[str, tuple[str, str]]) -> list[str]:
@@ -23,7 +23,8 @@ def summary(results: pathlib.Path, files: dict[str, tuple[str, str]]) -> list[st
         if path.exists():
             lines = LINES[kind](json.loads(path.read_text()))
             body += [["", text] for text in lines]
-            body[-len(lines)][0] = f"[{title}](#{_anchor(title)})"
+            if lines:
+                body[-len(lines)][0] = f"[{title}](#{_anchor(title)})"
     return table(["section", "what it shows"], body) if body else []
 
 
@@ -33,18 +34,19 @@ def _anchor(title: str) -> str:
 
 
 def kernels(stored: dict) -> list[str]:
-    """In how many cells ours is ahead of every peer beside it."""
+    """In how many cells ours is ahead of every peer beside it, and where it is least so."""
     rows = [row for row in stored["rows"] if "ratio" in row]
     if not rows:
         return []
-    ratios = [row["ratio"] for row in rows]
     names = dict.fromkeys(
         name for row in rows for name in row["tflops"] if not name.startswith("ours")
     )
-    ahead = sum(ratio >= 1 for ratio in ratios)
+    ahead = sum(row["ratio"] >= 1 for row in rows)
+    least = min(rows, key=lambda row: row["ratio"])
     return [
-        f"ahead of {', '.join(names)} in {ahead} of {len(ratios)} cells; our rate over the best of them:"
-        f" {_spread(ratios)}"
+        f"ahead of {', '.join(names)} in {ahead} of {len(rows)} cells; our rate over the best of them:"
+        f" {_spread([row['ratio'] for row in rows])}; least in {least['mask']} {least['length']},"
+        f" {least['pass']}"
     ]
 
 
@@ -73,32 +75,28 @@ def distributed(stored: dict) -> list[str]:
 
 
 def scaling(stored: dict) -> list[str]:
-    """What was aimed at, by default and alike, and how many cells are ahead of all others."""
-    lines = [f"{text}: {ours}, alike {alike}" for text, ours, alike in targets(stored["rows"])]
-    lines = ["; ".join(lines[:3]), "; ".join(lines[3:-2]), *lines[-2:]] if len(lines) > 4 else lines
-    problems = dict.fromkeys((r["mask"], r["cp"]) for r in stored["rows"])
-    ratios = []
-    for mask, cp in problems:
-        for which in ("forward", "backward"):
-            ours, best = compared(stored["rows"], mask, cp, which)
-            ratios.append(ours[0][which] / best[which])
+    """What was aimed at, by default, and how many cells are ahead of all others."""
+    rows = stored["rows"]
+    cells = list(dict.fromkeys((r["mask"], r["cp"]) for r in rows))
+    values = list(ratios(rows, cells)[0].values())
     return [
-        *filter(None, lines),
-        f"ahead of all others in {sum(r >= 1 for r in ratios)} of {len(ratios)} cells by default, within"
-        f" 4 % of the best in {sum(0.96 <= r < 1 for r in ratios)} more; {_spread(ratios)}",
+        *in_short(rows),
+        f"ahead of all others in {sum(r >= 1 for r in values)} of {len(values)} cells, within 4 % of the best"
+        f" in {sum(0.96 <= r < 1 for r in values)} more; {_spread(values)}",
     ]
 
 
 def check(stored: dict) -> list[str]:
-    """How far the model is off."""
-    errors = [
-        statistics.median(abs(r[f"{w}_error"]) for r in stored["rows"])
-        for w in ("forward", "backward")
-    ]
-    return [
-        "the model's times are off from measured steps by"
-        f" {100 * errors[0]:.0f} % forward and {100 * errors[1]:.0f} % backward (medians)"
-    ]
+    """How far the model is off, and to which side."""
+    parts = []
+    for which in ("forward", "backward"):
+        errors = [r[f"{which}_error"] for r in stored["rows"]]
+        middle = statistics.median(errors)
+        parts.append(
+            f"{which} {100 * abs(middle):.0f} % too {'fast' if middle < 0 else 'slow'} in the median"
+            f" ({100 * min(errors):+.0f} to {100 * max(errors):+.0f} %)"
+        )
+    return [f"steps of {len(stored['rows'])} plans over two GPUs: the model is {', '.join(parts)}"]
 
 
 def compiles(stored: dict) -> list[str]:

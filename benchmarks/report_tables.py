@@ -3,15 +3,30 @@
 from collections.abc import Iterable
 
 
-def provenance(stored: dict) -> list[str]:
-    """Where the figures come from, in one paragraph."""
-    if "commit" not in stored:
-        return ["Stored without its machine and commit."]
-    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
-    return [
-        f"{stored['device']} (host: {stored['host']}); Python {stored['python']}, {versions}; commit"
-        f" `{stored['commit']}`, {stored['date']}; `{stored['command']}`."
-    ]
+class Machines:
+    """Letters for machines with their versions, in the order in which results name them."""
+
+    def __init__(self) -> None:
+        self.named: dict[str, str] = {}
+
+    def letter(self, stored: dict) -> str:
+        """The letter of the machine that a result is of."""
+        versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
+        text = f"{stored['device']}, host {stored['host']}; Python {stored['python']}, {versions}"
+        return self.named.setdefault(text, chr(ord("A") + len(self.named)))
+
+    def provenance(self, stored: dict) -> list[str]:
+        """Where the figures come from, in one line."""
+        if "commit" not in stored:
+            return ["Stored without its machine and commit."]
+        return [
+            f"Machine {self.letter(stored)}; commit `{stored['commit']}`, {stored['date']};"
+            f" `{stored['command']}`."
+        ]
+
+    def lines(self) -> list[str]:
+        """All machines that were named."""
+        return [f"- Machine {letter}: {text}." for text, letter in self.named.items()]
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable]) -> list[str]:

@@ -18,7 +18,8 @@ from baselines.base import Problem, Strategy
 from distributed import HEAD_DIM, cases, chosen, operands, our_passes, passes, plan_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from processes import add_process_flags, save_ranks, start
-from scaling.work import document_lengths, strategy_names
+from scaling.problems import document_lengths
+from scaling.work import strategy_names
 from timing import steady_seconds
 
 OURS = "magi_jax"

@@ -10,10 +10,13 @@ pieces are timed once, the slowest ranks of each strategy first. Pieces that wer
 a fit to the timed ones gives them; the results say how many those are and how far the fit is off. The slowest
 rank rules. `model.py` states what is hidden behind what, `machine.py` the links.
 
+  problems          the masks
   work, orders      what each rank computes, in pieces, and which of them to time
-  measure, fit      their times on a GPU, and what they say of the others
+  padded, measure   their tables and their times on a GPU
+  fit               what those say of the others
   machine, model    transfers, and when our plans and the hybrid strategy are done
   rings             when strategies with collectives of fixed shape are done
+  links             how far the comparison rests on the links that are assumed
   published, plot   rates that others published, and pictures of all
   commands, check   what this program does
 """
@@ -28,7 +31,7 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 from provenance import RESULTS, ROOT  # noqa: E402
 
 from scaling import check, commands  # noqa: E402
-from scaling.work import TOKENS_PER_RANK  # noqa: E402
+from scaling.problems import TOKENS_PER_RANK  # noqa: E402
 
 PIECES = ROOT / "outputs" / "scaling_pieces.npz"
 KERNELS = RESULTS / "scaling_kernels.json"

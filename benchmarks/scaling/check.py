@@ -27,15 +27,14 @@ from magi_jax.plan import AttentionPlan, CommMeta, PlanConfig, StageTables, make
 from scaling.machine import Machine, Moves, Times
 from scaling.measure import Bench
 from scaling.model import our_us
+from scaling.problems import Problem, problems
 from scaling.work import (
     FLOPS_PER_PAIR,
     HEAD_DIM,
     NUM_HEADS,
     NUM_KV_HEADS,
     Piece,
-    Problem,
     our_work,
-    problems,
 )
 
 MASKS = ("full", "causal", "varlen_full", "varlen_causal", "swa_causal", "prefix_lm")

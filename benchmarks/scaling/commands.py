@@ -12,10 +12,12 @@ import numpy as np
 from provenance import save
 
 from scaling.fit import Fit, features, first_fit, fit
+from scaling.links import with_other_links
 from scaling.machine import Machine, Times, tail_us
 from scaling.measure import SLOW, VISITS, call_seconds, time_orders
 from scaling.model import step_us
 from scaling.orders import Order, Posed, calls_of, choose, load_orders, predict, save_orders
+from scaling.problems import problem_names, problems
 from scaling.work import (
     ALIKE,
     FLOPS_PER_PAIR,
@@ -25,8 +27,6 @@ from scaling.work import (
     Piece,
     Work,
     make_work,
-    problem_names,
-    problems,
     strategy_names,
 )
 
@@ -98,6 +98,8 @@ def time_on_gpu(args) -> None:
     """Times the prepared pieces, or prepares them first."""
     chosen = load_orders(args.pieces) if args.pieces.exists() else prepare(args)
     found = time_orders(chosen, args.budget_s, args.implementation)
+    if not found:
+        raise SystemExit(f"no call was timed in {args.budget_s:g} s: a larger --budget-s is needed")
     content = {
         "what": "microseconds of kernel calls by piece; see scaling.work.Piece.key",
         "implementation": args.implementation or "default",
@@ -123,9 +125,10 @@ def simulate(args) -> None:
     fitted, left_out = fit_to(timed, pieces)
     predicted = predict(pieces, fitted)
     machine = Machine()
-    rows = []
+    rows, every = [], {}
     for (cp, mask, name), work in works.items():
         times, timed_us = kernel_times(work, predicted, timed)
+        every[cp, mask, name] = times
         row: dict = {"cp": cp, "mask": mask, "strategy": name, "rows": work.rows}
         for which, step in step_us(name, work, times, cp, machine).items():
             flops = FLOPS_PER_PAIR[which] * areas[cp, mask] * NUM_HEADS * HEAD_DIM
@@ -153,6 +156,7 @@ def simulate(args) -> None:
             "forward": 0.0,
             "backward": round(tail_us(args.tokens_per_rank, machine, parts=False), 1),
         },
+        "other_links": with_other_links(works, every),
         "rows": rows,
     }
     save(args.out, args.commit, content)

@@ -13,11 +13,9 @@ import numpy as np
 from timing import matmul_tflops
 
 from magi_jax.ops import get_implementation
-from magi_jax.plan.part_specs import TableSpec
-from magi_jax.plan.sizes import bucket
-from magi_jax.plan.slice_table import build_table, exact_spec
 from magi_jax.plan.tables import SliceTable
 from scaling.orders import Order
+from scaling.padded import device_table
 from scaling.work import ADDING, HEAD_DIM, PARTIAL, Piece
 
 BLOCK = 192  # pieces between two looks at the pace of the card
@@ -286,26 +284,6 @@ def _kind(piece: Piece, table: SliceTable) -> tuple:
     """What a program depends on."""
     shapes = tuple(leaf.shape for leaf in jax.tree.leaves(table))
     return table.q_len, table.k_len, piece.heads, piece.kv_heads, piece.result, shapes
-
-
-def device_table(piece: Piece) -> SliceTable:
-    """The kernel table of a piece, padded so that few shapes occur."""
-    q_len = piece.q_len if piece.q_len % 8192 == 0 else bucket(piece.q_len, 128)
-    k_len = bucket(piece.k_len, 128)
-    slices = piece.slices.astype(np.int64)
-    sizes = slices, np.zeros(len(slices), np.int64), 1, q_len, k_len, 128, "compiled"
-    need = exact_spec(build_table(*sizes))
-    capacities = need.slices, need.query_runs, need.query_ids, need.key_runs, need.key_ids
-    made = build_table(*sizes, TableSpec(q_len, k_len, 128, *map(_roomy, capacities)))
-    return jax.tree.map(lambda leaf: leaf[0], made)
-
-
-def _roomy(size: int) -> int:
-    """The next power of eight from 4096 on."""
-    power = 4096
-    while power < size:
-        power *= 8
-    return power
 
 
 def run_us(call: Callable, count: int) -> float:

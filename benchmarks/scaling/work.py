@@ -1,9 +1,6 @@
 """What each rank computes in each step of a strategy, as pieces that are timed once each."""
 
-import functools
 import hashlib
-import json
-import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,15 +8,13 @@ import numpy as np
 from baselines import layouts, strategies, tables
 from baselines.base import Problem
 from baselines.hybrid import Hybrid
-from planner_masks import FAMILIES
 
-from magi_jax import masks
-from magi_jax.masks import AttnMask, algebra, bands
+from magi_jax.masks import algebra, bands
 from magi_jax.plan import AttentionPlan, PlanConfig, make_plan
 from magi_jax.plan.tables import N_ROWS, PEER, AnyComm, CommMeta, StageTables
 from magi_jax.solver.cost.model import CostModel
 
-TOKENS_PER_RANK, NODE = 8192, 8
+NODE = 8  # GPUs that share a fast link
 NEAR_GBPS, FAR_GBPS = 450.0, 50.0  # what a GPU receives inside a node and across nodes
 NEAR_LATENCY_US, FAR_LATENCY_US = 10.0, 20.0
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 64, 8, 128
@@ -29,7 +24,6 @@ ALIKE = "magi_jax_alike"  # planned ahead; keys kept and gradients sent as those
 MOST_SLICES = 200_000  # of all steps of a strategy, past which it is left out
 PARTIAL, ADDING = ("first", "merged"), ("merged", "late")  # results of pieces
 FEW = 16  # slices of a mask that it is worth bringing into one form
-DOCUMENTS = pathlib.Path(__file__).resolve().parents[1] / "kernel_documents.json"
 
 
 class Piece(NamedTuple):
@@ -98,45 +92,6 @@ class Work(NamedTuple):
     alike: bool = False
     near: tuple[bool, ...] = ()
     backward_near: tuple[bool, ...] = ()
-
-
-def problems(
-    num_ranks: int,
-    tokens_per_rank: int = TOKENS_PER_RANK,
-    only: list[str] | None = None,
-    seed: int = 0,
-) -> dict[str, Problem]:
-    """Masks by name: the planner's families, and the documents of the kernels' benchmark, repeated."""
-    seq_len = num_ranks * tokens_per_rank
-    makers = {name: functools.partial(maker, seq_len, seed) for name, maker in FAMILIES.items()}
-    lengths = np.array(json.loads(DOCUMENTS.read_text())["varlen"]["65536"])
-    repeats = -(-seq_len // int(lengths.sum()))
-    lengths = np.random.default_rng(seed).permutation(np.tile(lengths, repeats))
-    ends = np.minimum(np.cumsum(lengths), seq_len)
-    lengths = np.diff(ends, prepend=0)
-    lengths = lengths[lengths > 0]
-    makers["anchor_varlen_full"] = functools.partial(masks.varlen, lengths)
-    makers["anchor_varlen_causal"] = functools.partial(masks.varlen, lengths, causal=True)
-    if unknown := set(only or ()) - set(makers):
-        raise ValueError(f"masks must be among {sorted(makers)}, got {sorted(unknown)}")
-    made = {name: makers[name]() for name in only or makers}
-    return {name: Problem(mask, document_lengths(mask)) for name, mask in made.items()}
-
-
-def problem_names() -> list[str]:
-    """Names of all masks."""
-    return [*FAMILIES, "anchor_varlen_full", "anchor_varlen_causal"]
-
-
-def document_lengths(mask: AttnMask) -> np.ndarray:
-    """Lengths of the shortest stretches of the sequence that do not see each other, ``[D]``."""
-    rows = mask.slices
-    begin = np.minimum(rows[:, bands.Q_START], rows[:, bands.K_START])
-    end = np.maximum(rows[:, bands.Q_END], rows[:, bands.K_END])
-    order = np.argsort(begin, kind="stable")
-    begin, end = begin[order], np.maximum.accumulate(end[order])
-    first = np.append(0, np.flatnonzero(begin[1:] >= end[:-1]) + 1)
-    return np.diff(np.append(begin[first], mask.q_len), prepend=0)[1:]
 
 
 def strategy_names(problem: Problem, num_ranks: int) -> list[str]:

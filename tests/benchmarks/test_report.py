@@ -7,6 +7,7 @@ import report_ceilings
 import report_ranks
 import report_scaling
 import report_sections
+import report_targets
 
 PROVENANCE = {
     "device": "a card", "host": "a host", "python": "3.12", "versions": {"jax": "1"},
@@ -34,7 +35,8 @@ def test_losses_are_listed(tmp_path):
     rows = [kernel_row("full", 600.0, 650.0), kernel_row("causal", 600.0, 550.0)]
     (tmp_path / "kernels_gpu.json").write_text(json.dumps({**PROVENANCE, "rows": rows}))
     page = report.page(tmp_path)
-    assert "a card" in page
+    assert "- Machine A: a card, host a host; Python 3.12, jax 1." in page
+    assert "Machine A; commit `abc`" in page
     assert "`abc`" in page
     assert "- full 8192, head dim 128, forward: cudnn (0.92)" in page
     assert "- causal" not in page
@@ -75,15 +77,40 @@ def test_a_cell_below_the_aim_says_what_any_plan_could_reach():
     stored = {"rows": rows[::2], "unhidden_us": {"forward": 0.0, "backward": 0.5}}
     lines = report_ceilings.ceilings(stored)
     # 11 / 7 = 1.57 with nothing to hide, 11 / 7.5 = 1.47 in the backward pass.
-    assert "| window | 32 | forward | 1.10 | 1.57 | ulysses | 70 / 10 / 10 / 10 |" in lines
-    assert "| window | 32 | backward | 1.10 | 1.47 | ulysses | 75 / 10 / 10 / 5 |" in lines
+    expected = "| window | 1.10 of 1.57: 70 / 10 / 10 / 10 | 1.10 of 1.47: 75 / 10 / 10 / 5 |"
+    assert expected in lines
+    assert any("Of 2 cells 0 reach 1.3 by default or alike; in 0 no" in line for line in lines)
     stored["rows"][1].update(forward_us=9.0, forward=5000 / 9)
     lines = report_ceilings.ceilings(stored)
-    assert any("0.90 | 1.29 (out of reach) | ulysses" in line for line in lines)
-    assert any(
-        "0 reach 1.3 by default or alike; in 1 no plan can, by these times" in line
-        for line in lines
-    )
+    assert any("| window | 0.90 of 1.29: 70 / 10" in line for line in lines)
+    assert any("Of 2 cells 0 reach 1.3 by default or alike; in 1 no" in line for line in lines)
+
+
+def test_cells_are_counted_beside_all_others_and_beside_groups_of_them():
+    rates = {"magi_jax": 150.0, "ulysses": 100.0, "hybrid": 120.0, "hybrid_even4": 140.0}
+    us = {"us": 10.0, "kernel_us": 9.0, "mean_kernel_us": 8.0}
+    details = {f"{which}_{key}": x for which in ("forward", "backward") for key, x in us.items()}
+    rows = [
+        {"cp": 32, "mask": "window", "strategy": name, "forward": rate, "backward": 1.4 * rate,
+         **details} for name, rate in rates.items()
+    ]  # fmt: skip
+    lines = [" ".join(line) for line in report_targets.targets(rows)]
+    assert len(lines) == 3
+    for line, (whom, reached, ratio) in zip(
+        lines,
+        (("all others", 0, "1.07"), ("larger groups", 0, "1.25"), ("but hybrids", 2, "1.50")),
+        strict=True,
+    ):
+        assert f"{whom} {reached} of 2 cells; least {ratio} (window, 32 ranks" in line
+    assert report_targets.in_short(rows) == [
+        "irregular masks, 32 and 64 ranks: 1.3 times the best other (wanted in all 2 cells) in 0 beside all"
+        " others; in 0 beside all but hybrids of larger groups; in 2 beside all but hybrids"
+    ]
+    without_hybrids = report_targets.targets(rows[:2])
+    assert [line[1][:6] for line in without_hybrids] == ["2 of 2"] * 3
+    links = {"other_links": [{"what": "slow", "magi_jax": [1.0, 1.4, 1.2]}]}
+    assert report_scaling.other_links(links)[-1] == "| slow | 1 of 3, median 1.20 |"
+    assert report_scaling.other_links({}) == []
 
 
 def test_the_models_errors_are_summed_up():
@@ -108,11 +135,23 @@ def test_what_sanitizers_report_is_counted_over_problems():
     by_jax = {**row, "problem": None, "survived": "3 of 3", "kinds": {}}
     wrong = {**row, "wrong": "out: error"}
     lines = report_sections.sanitizers({"sanitizer": "1", "rows": [row, stopped, wrong, by_jax]})
-    assert (
-        "| racecheck | sm90 | directly | 2 of 3 (others: stopped after 5 s) | 1 of 2 | 2 |" in lines
-    )
-    assert "| racecheck | sm90 | by JAX | 1 of 1 | 3 of 3 | 1 |" in lines
-    assert "- racecheck, sm90: race: write at A, read at B (6)" in lines
+    directly = "ended 2 of 3 (others: stopped after 5 s), right 1 of 2, errors 2"
+    by_jax = "ended 1 of 1, right 3 of 3, errors 1"
+    assert f"| racecheck | sm90 | {directly} | {by_jax} |" in lines
+    assert "- racecheck: race: write at A, read at B (sm90 6)" in lines
+
+
+def test_a_peers_cell_has_all_passes_and_refusals_are_named_once():
+    rows = [
+        {**kernel_row("window", 600.0, 500.0), "pass": which,
+         "tflops": {"ours": 600.0, "tokamax": 500.0, **more},
+         "errors": {"sdpa": "NotImplementedError: sdpa has no form of window", "flex": "broke"}}
+        for which, more in (("forward", {"cudnn": 550.0}), ("backward", {}))
+    ]  # fmt: skip
+    lines = report_sections.kernel_peers({"rows": rows})
+    assert "| window | 8192 | 600 / 600 | 500 / 500 | 550 / - |  |  |" in lines
+    assert lines.count("No form of a mask has: sdpa of window.") == 1
+    assert lines.count("- flex: broke") == 1
 
 
 def test_the_page_begins_with_a_line_for_each_result(tmp_path):
@@ -122,9 +161,9 @@ def test_the_page_begins_with_a_line_for_each_result(tmp_path):
     page = report.page(tmp_path)
     line = (
         "| [Kernels on one GPU](#kernels-on-one-gpu) | ahead of cudnn in 1 of 2 cells; our rate over the"
-        " best of them: 0.80 to 1.20, median 1.00 |"
+        " best of them: 0.80 to 1.20, median 1.00; least in causal 8192, forward |"
     )
-    assert line in page.splitlines()[:30]
+    assert line in page.splitlines()[:35]
     assert "- causal 8192, head dim 128, forward: cudnn (0.80)" in page
 
 

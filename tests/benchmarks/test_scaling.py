@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from scaling import commands, fit, measure, orders
+from scaling import commands, fit, links, measure, orders
 from scaling import work as scaling_work
 from scaling.machine import Machine, Times
 from scaling.model import step_us
-from scaling.work import OURS, Piece, Problem, Work, document_lengths, make_work
+from scaling.problems import Problem, document_lengths
+from scaling.work import OURS, Piece, Work, make_work
 
 from magi_jax import masks
 from magi_jax.ops import get_implementation
@@ -197,3 +198,21 @@ def test_a_ring_waits_for_its_slowest_link():
     )
     slower = max((ranks - 1) * shard / machine.near, shard / machine.far)
     assert gather["forward"] == pytest.approx(slower)
+
+
+def test_other_links_change_ratios_to_those_who_hide_nothing():
+    problem = Problem(masks.varlen(LENGTHS, causal=True), LENGTHS)
+    pieces: dict[str, Piece] = {}
+    works = {
+        (32, "varlen", name): make_work(name, problem, 32, pieces) for name in (OURS, "ulysses")
+    }
+    works[8, "varlen", "ulysses"] = make_work("ulysses", problem, 8, pieces)
+    predicted = orders.predict(pieces, fit.first_fit())
+    times = {key: commands.kernel_times(work, predicted, {})[0] for key, work in works.items()}
+    slow_near, slow_far, fast_far = links.with_other_links(works, times)
+    assert "316" in slow_near["what"]
+    for found in (slow_near, slow_far, fast_far):
+        assert len(found[OURS]) == 2
+        assert "magi_jax_alike" not in found
+    for slow, fast in zip(slow_far[OURS], fast_far[OURS], strict=True):
+        assert slow > fast
