@@ -180,8 +180,8 @@ def memory(stored: dict) -> list[str]:
     return [
         f"GiB of a training step of {stored['layers']} layers, {heads} of {stored['head_dim']},"
         f" {stored['dtype']}, one causal sequence, by its tokens; sweeps end where a step exceeds"
-        f" {stored['limit_gib']:.0f} GiB. Policy: what `jax.checkpoint` keeps. By XLA's analysis of the program;"
-        " in brackets what its allocator held when the step ran.",
+        f" {stored['limit_gib']:.0f} GiB. Policy: what `jax.checkpoint` keeps. By XLA's analysis of the"
+        " program; in brackets what its allocator held when the step ran.",
         *(["", stored["note"]] if "note" in stored else []),
         "",
         *table(["attention", "policy", *lengths], body),
