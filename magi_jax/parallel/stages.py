@@ -6,6 +6,7 @@ passes are each other's, and `dist_attention` says so.
 """
 
 import functools
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,15 +61,16 @@ class Stages:
         q, k, v, sinks = operands
         options = self._kernel_options() | {"with_row_max": self.with_max_logits}
         attend = self.implementation.forward
-        remote = Fetches(self._link, (k, v), plan.comm)
-        late = self._late(plan.late)
+        comm, late_tables = self._of_one_call((plan.comm, plan.late), q, plan.calc)
+        remote = Fetches(self._link, (k, v), comm)
+        late = self._late(late_tables)
         of_late_keys = late.fetch((k, v)) if late else None
         travel, returned = self._travel(plan), None
         of_visitors: list[jax.Array] = []  # their largest logits
         visitors = travel.send((q,)) if travel else ()
         table = behind(remote.behind_start(plan.calc[0]), of_late_keys)
         # Nothing is merged into what is the only result; late queries merge with none of theirs.
-        is_final = not plan.comm and travel is None and sinks is None
+        is_final = not comm and travel is None and sinks is None
         out_dtype = q.dtype if is_final else jnp.float32
         out, lse, *row_max = attend(q, k, v, table, out_dtype=out_dtype, **options)
         if travel:
@@ -121,11 +123,12 @@ class Stages:
 
         # What was kept came in the stages of the forward pass.
         stages = plan.forward_stages if self.keep_remote_kv else plan.backward_stages
+        kept_stages = kept[: len(stages.comm)]
         # Tied to the cotangents: it must not start before, nor be merged with the forward pass's
         # transfer, whose result would then be kept alive in between.
-        kept_stages = kept[: len(stages.comm)]
-        remote = Fetches(self._link, (k, v), after(stages.comm, dout), kept_stages, exposed=True)
-        late = self._late(after(stages.late, dout), *kept[len(stages.comm) :])
+        comm, late_tables = self._of_one_call((stages.comm, stages.late), dout, q, stages.calc)
+        remote = Fetches(self._link, (k, v), comm, kept_stages, exposed=True)
+        late = self._late(late_tables, *kept[len(stages.comm) :])
         of_late_keys = late.fetch((k, v)) if late else None
         dout, zero = behind(remote.behind_start((dout, jnp.zeros((), jnp.float32))), of_late_keys)
         delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
@@ -181,6 +184,17 @@ class Stages:
         if plan.travel is None:
             return None
         return Travel(plan.travel, self._link)
+
+    def _of_one_call(self, tables: Any, *operands: Any) -> Any:
+        """Tables of transfers that are there once ``operands`` are, which tell this call from others.
+
+        Of two operations with equal operands XLA makes one. Two calls with equal keys would share a transfer
+        that runs beside computation, and each would want to finish it.
+        """
+        if not jax.tree.leaves(tables):
+            return tables
+        static = (self.implementation.name, *self._kernel_options().values(), self.with_max_logits)
+        return after(tables, operands, jnp.uint32(zlib.crc32(repr(static).encode())))
 
     @property
     def _link(self) -> Link:

@@ -234,6 +234,33 @@ def test_distributed_attention_and_its_gradients(overlap, placement, rng):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+def test_many_calls_of_one_program_that_nothing_orders(placement, rng):
+    """More than are in flight elsewhere, half of them with equal keys, which XLA must not make one of."""
+    mesh, calls = mesh_of(2), 12
+    plan = make_plan(masks.causal(512), 2, PlanConfig(chunk_size=64, overlap=2, travelling="never"))
+    place = NamedSharding(mesh, P("cp"))
+    rows = 2 * plan.spec.local_len
+    qs = [jax.device_put(normal(rng, rows, 4, 16), place) for _ in range(calls)]
+    keys = [jax.device_put(normal(rng, rows, 2, 16), place) for _ in range(calls // 2 + 1)]
+    plan = jax.device_put(plan, place)
+    with open_memory(mesh, placement) as memory:
+
+        def gradients(transport):
+            options = DistOptions(implementation="reference", transport=transport)
+
+            def loss(qs, keys, plan):
+                pairs = zip(qs, keys + keys[-1:] * (calls - len(keys)), strict=True)
+                outs = [dist_attention(q, k, k, plan, mesh=mesh, options=options) for q, k in pairs]
+                return sum(out.sum() for out in outs), outs
+
+            return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(qs, keys, plan)
+
+        native, portable = gradients(memory.transport), gradients("portable")
+        memory.check()
+    for x, y in zip(jax.tree.leaves(native), jax.tree.leaves(portable), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
 def test_refusals(rng):
     mesh = mesh_of(2)
     comm = padded(random_comm(rng, 2))

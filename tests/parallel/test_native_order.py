@@ -93,20 +93,26 @@ def text(steps):
         [len(comm.steps) for comm in s.comm] for s in (plan.forward_stages, plan.backward_stages)
     ]
     assert found == [steps_of(steps, backward) for backward in (False, True)]
+    return lowered(plan, gradients=True)
+
+
+def lowered(plan, gradients=False, **options):
+    """Attention under a plan, or its gradients, for CUDA."""
+    cp_size = plan.cp_size
     mesh = jax.sharding.AbstractMesh((cp_size,), ("cp",), axis_types=(AxisType.Auto,))
     transport = NativeCalls(1, 2, "cp", cp_size).transport()
-    options = DistOptions(transport=transport, implementation="reference")
+    how = DistOptions(transport=transport, implementation="reference")
 
-    def loss(q, k, v, plan):
-        out = dist_attention(q, k, v, plan, options=options)
-        return jnp.sum(out.astype(jnp.float32) ** 2)
+    def attend(q, k, v, plan):
+        return dist_attention(q, k, v, plan, options=how, **options)
 
-    def gradients(q, k, v, plan):
-        return jax.grad(loss, (0, 1, 2))(q, k, v, plan)
+    def loss(*args):
+        return jnp.sum(attend(*args).astype(jnp.float32) ** 2)
 
     mapped = jax.shard_map(
-        gradients, mesh=mesh, in_specs=(P("cp"),) * 4, out_specs=P("cp"), check_vma=False
-    )
+        jax.grad(loss, (0, 1, 2)) if gradients else attend,
+        mesh=mesh, in_specs=(P("cp"),) * 4, out_specs=P("cp"), check_vma=False,
+    )  # fmt: skip
     rows = cp_size * plan.spec.local_len
     arrays = [jax.ShapeDtypeStruct((rows, n, 16), jnp.bfloat16) for n in (4, 2, 2)]
     plan = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), plan)
@@ -156,3 +162,28 @@ def test_attention_waits_for_the_start_of_a_call_and_its_finish_for_attention(
         behind = {v for v in between if start in program.ancestors(v)}
         hidden += any("dot_general" in program.lines[v] for v in behind)
     assert len(finishes) - hidden == EXPOSED[direction, steps]
+
+
+def test_each_call_has_transfers_of_its_own(text):
+    """XLA makes one of two transfers with equal operands: those of two calls with equal keys must differ in
+    what they wait for, as the calls do in their queries.
+    """
+    for body in functions_with(text, "magi_jax_group_cast"):
+        program = Program(body)
+        queries = set(re.findall(r"(%\w+): tensor<\d+x4x16xbf16>", body))
+        assert queries
+        for value, target in program.calls:
+            if target == "magi_jax_group_cast":
+                table = program.operands[value][0].partition("#")[0]
+                assert program.ancestors(table) & queries
+
+
+def test_calls_with_other_options_have_transfers_of_their_own():
+    plan = make_plan(masks.causal(1024), 4, PlanConfig(chunk_size=64, overlap=1))
+    marks = set()
+    for scale in (0.5, 0.25):
+        text = lowered(plan, scale=scale)
+        (body,) = functions_with(text, "magi_jax_group_cast")
+        marks |= {tuple(re.findall(r"dense<(\d+)> : tensor<ui32>", body))}
+    assert len(marks) == 2
+    assert all(marks)

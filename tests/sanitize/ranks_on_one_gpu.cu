@@ -139,17 +139,19 @@ struct Rank {
     rows.clear();
   }
 
-  // As the handler does it.
-  void Cast(const Transfer& transfer, Way way) {
+  // As the handler does it, by a number of blocks of the call's own. What is enqueued on `main`
+  // next waits for the call, or runs beside it behind `copied_bytes`.
+  void Cast(const Transfer& transfer, Way way, int32_t num_blocks, int64_t copied_bytes = -1) {
     Meeting meeting = {};
     Move move = {};
+    move.num_blocks = num_blocks;
     meeting.caller = caller;
     meeting.extents = {transfer.cp_size, transfer.src_rows, transfer.dst_rows};
     meeting.send = {send, transfer.num_pieces};
     meeting.recv = {recv, transfer.num_pieces};
     meeting.pushes = way.pushes;
     meeting.num_leaves = move.num_leaves = static_cast<int32_t>(operands.size());
-    Require(member->Begin(main, Kind::kCast, 77 + way.pushes, &meeting));
+    Require(member->Begin(main, Kind::kCast, 77 + way.pushes, num_blocks, &meeting));
     std::vector<const void*> buffers = {map};
     for (size_t i = 0; i < operands.size(); ++i) {
       const auto words = static_cast<uint32_t>(transfer.row_words[i]);
@@ -160,7 +162,6 @@ struct Rank {
       buffers.push_back(results[i]);
     }
     move.map = {map, nullptr, transfer.dst_rows};
-    move.num_blocks = member->config().num_blocks;
     move.own_rows = way.apart ? transfer.own_rows : 0;
     move.stream = member->streams_rows();
     Require(way.pushes ? comm::Push(meeting, move, member->side())
@@ -171,7 +172,11 @@ struct Rank {
       Require(member->EndApart());
     }
     Require(member->End(buffers));
-    Require(member->Finish(main, buffers));
+    if (copied_bytes < 0) {
+      Require(member->Finish(main, buffers));
+    } else {
+      Require(AwaitStart(meeting, num_blocks, member->apart_blocks(), copied_bytes, main));
+    }
   }
 
   Words Result(size_t i, size_t words) const {
@@ -181,15 +186,13 @@ struct Rank {
   }
 };
 
-std::vector<Rank> Open(int cp_size, bool pushes, double timeout_s) {
+std::vector<Rank> Open(int cp_size, double timeout_s) {
   std::vector<Rank> ranks(cp_size);
   const int32_t pool = Pools::Get().NextNumber();
   for (int rank = 0; rank < cp_size; ++rank) {
     std::string error;
-    ranks[rank].member =
-        Member::Create({pool, 0, rank, cp_size, 0, static_cast<int64_t>(timeout_s * 1e9),
-                        pushes ? 16 : 8, nullptr},
-                       &error);
+    ranks[rank].member = Member::Create(
+        {pool, 0, rank, cp_size, 0, static_cast<int64_t>(timeout_s * 1e9), 8, nullptr}, &error);
     Require(error);
     Require(cudaStreamCreateWithFlags(&ranks[rank].main, cudaStreamNonBlocking));
     ranks[rank].caller = Upload(std::vector<int32_t>{rank});
@@ -230,13 +233,15 @@ bool AllAre(const Words& words, uint32_t value) {
 int RandomTransfers(Random& random, int cp_size, Way way, int count) {
   const std::vector<std::vector<int>> kinds = {{4},  {8, 4},      {64},   {512},
                                                {36}, {1024, 512}, {5000}, {12, 4, 512, 8}};
-  std::vector<Rank> ranks = Open(cp_size, way.pushes, 10.0);
+  std::vector<Rank> ranks = Open(cp_size, 10.0);
   int wrong = 0;
   for (int n = 0; n < count; ++n) {
     const Transfer transfer(random, cp_size, kinds[n % kinds.size()], n % 3 != 0);
     for (int rank = 0; rank < cp_size; ++rank) ranks[rank].Load(random, transfer, rank);
     for (int again = 0; again < 2; ++again) {
-      for (Rank& rank : ranks) rank.Cast(transfer, way);
+      for (Rank& rank : ranks) {
+        rank.Cast(transfer, way, (way.pushes ? 12 : 1) + static_cast<int>(random.bits() % 5));
+      }
     }
     Require(cudaDeviceSynchronize());
     for (const Rank& rank : ranks) Require(rank.member->Failure());
@@ -248,17 +253,33 @@ int RandomTransfers(Random& random, int cp_size, Way way, int count) {
   return wrong;
 }
 
+// Two calls, the second behind copies that take a second, and rank 1 does not come: what rank 0 has
+// on its main stream ends before it gives up.
+int DoesNotWaitBehindALateOne(Random& random) {
+  std::vector<Rank> ranks = Open(2, 0.3);
+  const Transfer transfer(random, 2, {512}, true);
+  for (int rank = 0; rank < 2; ++rank) ranks[rank].Load(random, transfer, rank);
+  for (const int64_t bytes : {0ll, 1000000000ll}) ranks[0].Cast(transfer, {false, false}, 8, bytes);
+  Require(cudaStreamSynchronize(ranks[0].main));
+  const bool waited = !ranks[0].member->Failure().empty();
+  Require(cudaDeviceSynchronize());
+  const bool failed = !ranks[0].member->Failure().empty();
+  std::printf("behind a late call: waited %d, failed at last %d\n", waited, failed);
+  for (Rank& rank : ranks) rank.Free();
+  return waited || !failed;
+}
+
 // Rank 1 comes when rank 0 has given up and its memory is somebody else's.
 int ComesTooLate(Random& random, bool pushes) {
-  std::vector<Rank> ranks = Open(2, pushes, 0.3);
+  std::vector<Rank> ranks = Open(2, 0.3);
   const Transfer transfer(random, 2, {512}, true);
   for (int rank = 0; rank < 2; ++rank) ranks[rank].Load(random, transfer, rank);
   const size_t words = size_t{512} * transfer.dst_rows;
-  ranks[0].Cast(transfer, {pushes, false});
+  ranks[0].Cast(transfer, {pushes, false}, 16);
   Require(cudaDeviceSynchronize());
   const bool poisoned = AllAre(ranks[0].Result(0, words), kPoison);
   Require(cudaMemset(ranks[0].results[0], 0x11, words * 4));
-  ranks[1].Cast(transfer, {pushes, false});
+  ranks[1].Cast(transfer, {pushes, false}, 16);
   Require(cudaDeviceSynchronize());
   const bool untouched = AllAre(ranks[0].Result(0, words), kOthers);
   const bool both_poisoned = poisoned && AllAre(ranks[1].Result(0, words), kPoison);
@@ -274,15 +295,15 @@ int ComesTooLate(Random& random, bool pushes) {
 int ComesAtTheLimit(Random& random, int count) {
   int met = 0, wrong = 0;
   for (int n = 0; n < count; ++n) {
-    std::vector<Rank> ranks = Open(2, true, 0.004);
+    std::vector<Rank> ranks = Open(2, 0.004);
     const Transfer transfer(random, 2, {512}, true);
     for (int rank = 0; rank < 2; ++rank) ranks[rank].Load(random, transfer, rank);
-    ranks[0].Cast(transfer, {true, false});
+    ranks[0].Cast(transfer, {true, false}, 16);
     const auto start = std::chrono::steady_clock::now();
     const auto wait = std::chrono::microseconds(3700 + 600 * n / count);
     while (std::chrono::steady_clock::now() - start < wait) {
     }
-    ranks[1].Cast(transfer, {true, false});
+    ranks[1].Cast(transfer, {true, false}, 16);
     Require(cudaStreamSynchronize(ranks[0].main));
     const size_t words = size_t{512} * transfer.dst_rows;
     const Words at_once = ranks[0].Result(0, words);
@@ -314,6 +335,7 @@ int main(int argc, char** argv) {
       wrong += RandomTransfers(random, cp_size, way, count);
     }
   }
+  wrong += DoesNotWaitBehindALateOne(random);
   for (const bool pushes : {false, true}) wrong += ComesTooLate(random, pushes);
   wrong += ComesAtTheLimit(random, count);
   return std::min(wrong, 254);

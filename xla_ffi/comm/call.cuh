@@ -11,7 +11,7 @@ namespace magi_jax::comm {
 constexpr int kWarpSize = 32;
 
 __device__ inline uint64_t ArrivedAt(const Meeting& meeting, int barrier, int num_blocks) {
-  return ((meeting.call - 1) * kBarriers + barrier) * num_blocks;
+  return meeting.arrived_before + static_cast<uint64_t>(barrier) * num_blocks;
 }
 
 __device__ inline void Arrive(const Meeting& meeting) {
@@ -54,7 +54,49 @@ __device__ void ForEachRow(const PieceTable& table, const Extents& extents, Ente
   }
 }
 
+// Writes zeros to a row of a cast's results, all lanes of a warp together.
+__device__ inline void ClearRow(const Move& move, int64_t row) {
+  const int lane = threadIdx.x % kWarpSize;
+  for (int i = 0; i < move.num_leaves; ++i) {
+    const uint32_t bytes = move.leaves[i].row_bytes;
+    char* const to = static_cast<char*>(move.leaves[i].result) + row * bytes;
+    if (bytes % 16 == 0) {
+      auto* const vectors = reinterpret_cast<uint4*>(to);
+      for (uint32_t k = lane; k < bytes / 16; k += kWarpSize) vectors[k] = uint4{};
+    } else {
+      for (uint32_t k = lane; k < bytes; k += kWarpSize) to[k] = 0;
+    }
+  }
+}
+
 struct CastMap {
+  // Once all rows are entered those that nobody sends become zero, while block 0 meets the peers: a
+  // rank that comes early has done it when they come, and keeps none of them waiting.
+  static constexpr bool kHasGaps = true;
+  __device__ static void FillGaps(const Move& move) {
+    constexpr int kBatch = 4;  // looked up together, by each lane
+    const int first_block = gridDim.x > 1 ? 1 : 0;
+    if (static_cast<int>(blockIdx.x) < first_block) return;
+    const int block_warps = blockDim.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int warp = (blockIdx.x - first_block) * block_warps + threadIdx.x / kWarpSize;
+    const int64_t step = int64_t{kBatch * kWarpSize} * block_warps * (gridDim.x - first_block);
+    const int64_t rows = move.map.rows;
+    for (int64_t base = int64_t{kBatch * kWarpSize} * warp; base < rows; base += step) {
+      int32_t peers[kBatch];
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) {
+        const int64_t row = base + u * kWarpSize + lane;
+        peers[u] = row < rows ? move.map.row_of[row] : kElsewhere;
+      }
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) {
+        const unsigned gaps = __ballot_sync(~0u, peers[u] == kNobody);
+        for (unsigned left = gaps; left != 0; left &= left - 1) {
+          ClearRow(move, base + u * kWarpSize + __ffs(static_cast<int>(left)) - 1);
+        }
+      }
+    }
+  }
   __device__ static void Clear(const Meeting&, const RowMap& map) {
     Set(map.row_of, map.rows, kNobody);
   }
@@ -69,6 +111,7 @@ struct CastMap {
 };
 
 struct ReduceMap {
+  static constexpr bool kHasGaps = false;  // sums of no parts are written with the others
   __device__ static void Clear(const Meeting& meeting, const RowMap& map) {
     Set(map.seen, int64_t{SeenWords(meeting.extents.cp_size)} * map.rows, 0u);
   }
@@ -96,13 +139,18 @@ __device__ void RunCall(const Meeting& meeting, const Move& move, CallShared& sh
   Arrive(meeting);
   AwaitBlocks(meeting, 1);
   Map::Fill(meeting, move);
-  if (blockIdx.x == 0) Enter(meeting, shared.digests);
   Arrive(meeting);
-  AwaitBlocks(meeting, 2);
+  if (blockIdx.x == 0) Enter(meeting, shared.digests);
+  if constexpr (Map::kHasGaps) {
+    AwaitBlocks(meeting, 2);
+    Map::FillGaps(move);
+  }
+  Arrive(meeting);
+  AwaitBlocks(meeting, 3);
   if (!IsBroken(meeting)) move_rows();
   Arrive(meeting);
   if (blockIdx.x != 0) return;
-  AwaitBlocks(meeting, 3);
+  AwaitBlocks(meeting, 4);
   Leave(meeting, move);
 }
 

@@ -21,24 +21,21 @@ __device__ void CastLeaf(const Leaf& leaf, const Sources& sources, const RowMap&
   auto* result = static_cast<Vector*>(leaf.result);
   ForEachChunk<kUnroll>(per_row * map.rows, [&](const auto& index, const auto& valid) {
     const Vector* from[kUnroll];
-    bool writes[kUnroll];
     Vector values[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const uint32_t row = index[u] / per_row, column = index[u] - row * per_row;
       const int32_t peer = valid[u] ? map.row_of[row] : kElsewhere;
-      writes[u] = peer != kElsewhere;
       const int32_t source = map.row_of[int64_t{map.rows} + row];
       from[u] = peer < 0 ? nullptr : sources.Row<Vector>(peer, source, leaf.row_bytes) + column;
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      values[u] = Vector{};
       if (from[u] != nullptr) values[u] = *from[u];
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (writes[u]) result[index[u]] = values[u];
+      if (from[u] != nullptr) result[index[u]] = values[u];
     }
   });
 }
@@ -86,9 +83,14 @@ struct Awaited {
   __device__ bool Came() const { return LoadAcquire(count) >= target; }
 };
 
-__global__ void AwaitStartKernel(Awaited arrived, Awaited apart, uint64_t most_ns) {
+// Behind a call that has not ended, which keeps its SMs for the next one, it waits for a launch
+// alone.
+__global__ void AwaitStartKernel(Awaited arrived, Awaited before, Awaited apart, uint64_t launch_ns,
+                                 uint64_t copy_ns) {
   const uint64_t start = Nanoseconds();
-  while (!(arrived.Came() && apart.Came()) && Nanoseconds() - start < most_ns) {
+  while (!(arrived.Came() && apart.Came())) {
+    const uint64_t waited = Nanoseconds() - start;
+    if (waited > launch_ns + copy_ns || (waited > launch_ns && !before.Came())) return;
   }
 }
 
@@ -100,10 +102,12 @@ cudaError_t Cast(const Meeting& meeting, const Move& move, cudaStream_t stream) 
 }
 
 cudaError_t AwaitStart(const Meeting& meeting, int32_t num_blocks, uint64_t apart_blocks,
-                       int64_t most_ns, cudaStream_t stream) {
-  const uint64_t target = ((meeting.call - 1) * kBarriers + 1) * num_blocks;
-  AwaitStartKernel<<<1, 1, 0, stream>>>({meeting.arrived, target}, {meeting.apart, apart_blocks},
-                                        static_cast<uint64_t>(most_ns));
+                       int64_t copied_bytes, cudaStream_t stream) {
+  constexpr uint64_t kLaunchNs = 30000, kCopiedBytesPerNs = 1000;
+  const uint64_t target = meeting.arrived_before + num_blocks;
+  AwaitStartKernel<<<1, 1, 0, stream>>>(
+      {meeting.arrived, target}, {meeting.arrived, meeting.arrived_before},
+      {meeting.apart, apart_blocks}, kLaunchNs, copied_bytes / kCopiedBytesPerNs);
   return cudaGetLastError();
 }
 

@@ -50,8 +50,8 @@ class CopyRing {
     __syncwarp();
   }
 
-  // Fills `result`, rows of `shape`. `source(row)` gives the peer of a row (kNobody: zeros;
-  // kElsewhere: it is left alone) and its row there, `address(peer, row)` where that is.
+  // Fills `result`, rows of `shape`. `source(row)` gives the peer of a row (less than 0: it is left
+  // alone) and its row there, `address(peer, row)` where that is.
   template <class Source, class Address>
   __device__ void Copy(const CopyShape& shape, char* result, Source source, Address address) {
     if (threadIdx.x / 32 >= kCopyWarps) return;
@@ -69,7 +69,7 @@ class CopyRing {
       }
 #pragma unroll
       for (uint32_t u = 0; u < kCopyAhead; ++u) {
-        if (__all_sync(~0u, from[u].x == kElsewhere)) continue;
+        if (__all_sync(~0u, from[u].x < 0)) continue;
         const Run next = Fill(shape, first + (i + u) * step, from[u], result, address);
         if (pending == kCopyDepth) Empty(runs[0]);
         pending = min(pending + 1, uint32_t{kCopyDepth});
@@ -132,11 +132,6 @@ class CopyRing {
     __syncwarp();
     if (run.bytes > 0) {
       BulkLoad(slots_ + run.offset, address(from.x, from.y) + begin, run.bytes, barrier);
-    }
-    for (uint32_t zeros = __ballot_sync(~0u, from.x == kNobody); zeros != 0; zeros &= zeros - 1) {
-      const uint32_t other = __ffs(static_cast<int>(zeros)) - 1;
-      auto* empty = reinterpret_cast<uint4*>(to + (int64_t{other} - lane) * shape.row_bytes);
-      for (uint32_t k = lane; k < bytes / 16; k += 32) empty[k] = uint4{};
     }
     ++filled_;
     return run;

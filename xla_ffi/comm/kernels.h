@@ -22,11 +22,12 @@ cudaError_t ReduceSum(const Meeting& meeting, const Move& move, cudaStream_t str
 // Leaves: out [rows, heads, row_elements / heads], lse [rows, heads] float32.
 cudaError_t ReduceLse(const Meeting& meeting, const Move& move, cudaStream_t stream);
 
-// Holds `stream` until the kernels of `meeting` have their SMs, but no longer than `most_ns`. What
-// is enqueued behind it can then not take them. `apart_blocks` copy own rows or did in earlier
+// Holds `stream` until the kernels of `meeting` have their SMs, so that what is enqueued behind it
+// cannot take them; but no longer than a launch takes, and behind a call that has ended than
+// `copied_bytes` take that are copied before it. `apart_blocks` copy own rows or did in earlier
 // calls.
 cudaError_t AwaitStart(const Meeting& meeting, int32_t num_blocks, uint64_t apart_blocks,
-                       int64_t most_ns, cudaStream_t stream);
+                       int64_t copied_bytes, cudaStream_t stream);
 
 // Whether rows can go through shared memory on the current device: whether its kernels were
 // compiled with bulk copies, and it has room for their rings.

@@ -50,16 +50,17 @@ struct FailureRecord {
 
 // How a rank meets the others in one call. All pointers are valid on the rank's device.
 struct Meeting {
-  Mailbox* inbox;          // [cp] mailbox that peer p writes
-  Mailbox* const* outbox;  // [cp] this rank's mailbox at peer p
-  const uint64_t* bases;   // [cp] added to the addresses that peer p tells
-  uint32_t* broken;        // not 0 after a failure: later calls do nothing but poison results
-  uint64_t* arrived;       // blocks that reached a barrier, over all calls
-  uint64_t* apart;         // blocks that began to copy own rows apart, over all calls
-  FailureRecord* record;   // in host memory
-  PieceTable send, recv;   // of this rank
-  const int32_t* caller;   // the caller's place on its mesh axis, which must be `rank`
-  Extents extents;         // of the transfer
+  Mailbox* inbox;           // [cp] mailbox that peer p writes
+  Mailbox* const* outbox;   // [cp] this rank's mailbox at peer p
+  const uint64_t* bases;    // [cp] added to the addresses that peer p tells
+  uint32_t* broken;         // not 0 after a failure: later calls do nothing but poison results
+  uint64_t* arrived;        // blocks that reached a barrier, over all calls
+  uint64_t arrived_before;  // of these, in the calls before
+  uint64_t* apart;          // blocks that began to copy own rows apart, over all calls
+  FailureRecord* record;    // in host memory
+  PieceTable send, recv;    // of this rank
+  const int32_t* caller;    // the caller's place on its mesh axis, which must be `rank`
+  Extents extents;          // of the transfer
   int32_t rank;
   int32_t num_leaves;
   uint32_t kind;  // of the call, for the record
@@ -95,7 +96,7 @@ struct Move {
 };
 
 // Barriers of all blocks in one call; `arrived` grows by as many times the blocks.
-constexpr int kBarriers = 3;
+constexpr int kBarriers = 4;
 
 }  // namespace magi_jax::comm
 

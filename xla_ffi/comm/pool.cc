@@ -9,6 +9,7 @@ namespace magi_jax::comm {
 namespace {
 
 constexpr int64_t kAlignment = 256;
+constexpr size_t kMostInFlight = 4096;    // more were never finished
 constexpr int32_t kLeastPushBlocks = 12;  // with fewer, reading by large bulk copies is as fast
 
 int64_t Align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -108,18 +109,14 @@ cudaError_t Member::CreateStreams() {
   for (cudaEvent_t* event : {&fork_, &join_}) {
     if (error == cudaSuccess) error = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
   }
-  for (InFlight& call : in_flight_) {
-    if (error == cudaSuccess) error = cudaEventCreateWithFlags(&call.done, cudaEventDisableTiming);
-  }
   return error;
 }
 
 Member::~Member() {
   const CurrentDevice current(config_.device);
   for (void* memory : opened_) cudaIpcCloseMemHandle(memory);
-  for (InFlight& call : in_flight_) {
-    if (call.done != nullptr) cudaEventDestroy(call.done);
-  }
+  for (const InFlight& call : in_flight_) cudaEventDestroy(call.done);
+  for (cudaEvent_t event : idle_) cudaEventDestroy(event);
   for (cudaEvent_t event : {fork_, join_}) {
     if (event != nullptr) cudaEventDestroy(event);
   }
@@ -209,15 +206,16 @@ std::string Member::FinishConnecting() {
   return status == cudaSuccess ? "" : Explain("the table of peers was not written", status);
 }
 
-bool Member::pushes_rows() const {
+bool Member::pushes_rows(int32_t num_blocks) const {
   // Results are XLA's own; other processes cannot reach them.
   return streams_rows_ && reaches_atomically_ && config_.staging_bytes == 0 &&
-         config_.num_blocks >= kLeastPushBlocks;
+         num_blocks >= kLeastPushBlocks;
 }
 
 void* Member::staging() const { return At<char>(memory_, Layout(config_.cp_size).staging); }
 
-cudaError_t Member::Begin(cudaStream_t stream, Kind kind, uint64_t signature, Meeting* meeting) {
+cudaError_t Member::Begin(cudaStream_t stream, Kind kind, uint64_t signature, int32_t num_blocks,
+                          Meeting* meeting) {
   if (cudaError_t error = cudaEventRecord(fork_, stream)) return error;
   if (cudaError_t error = cudaStreamWaitEvent(side_, fork_, 0)) return error;
   const Layout layout(config_.cp_size);
@@ -229,6 +227,8 @@ cudaError_t Member::Begin(cudaStream_t stream, Kind kind, uint64_t signature, Me
   meeting->apart = At<uint64_t>(memory_, layout.apart);
   meeting->record = record_;
   meeting->call = ++call_;
+  meeting->arrived_before = arrived_;
+  arrived_ += uint64_t{kBarriers} * num_blocks;
   meeting->signature = signature;
   meeting->timeout_ns = static_cast<uint64_t>(config_.timeout_ns);
   meeting->rank = config_.rank;
@@ -247,21 +247,34 @@ cudaError_t Member::EndApart() {
 }
 
 cudaError_t Member::End(std::vector<const void*> buffers) {
-  InFlight& call = in_flight_[call_ % kMostInFlight];
-  call.buffers = std::move(buffers);
-  return cudaEventRecord(call.done, side_);
+  if (in_flight_.size() == kMostInFlight) {
+    idle_.push_back(in_flight_.front().done);
+    in_flight_.erase(in_flight_.begin());
+  }
+  cudaEvent_t done = nullptr;
+  if (idle_.empty()) {
+    if (cudaError_t error = cudaEventCreateWithFlags(&done, cudaEventDisableTiming)) return error;
+  } else {
+    done = idle_.back();
+    idle_.pop_back();
+  }
+  in_flight_.push_back({done, std::move(buffers)});
+  return cudaEventRecord(done, side_);
 }
 
 std::string Member::Finish(cudaStream_t stream, const std::vector<const void*>& buffers) {
   // The latest call comes first: XLA gives buffers out again.
-  for (uint64_t age = 0; age < std::min<uint64_t>(kMostInFlight, call_); ++age) {
-    InFlight& call = in_flight_[(call_ - age) % kMostInFlight];
-    if (call.buffers != buffers) continue;
-    call.buffers.clear();
-    const cudaError_t status = cudaStreamWaitEvent(stream, call.done, 0);
+  for (size_t i = in_flight_.size(); i-- > 0;) {
+    if (in_flight_[i].buffers != buffers) continue;
+    const cudaEvent_t done = in_flight_[i].done;
+    in_flight_.erase(in_flight_.begin() + static_cast<ptrdiff_t>(i));
+    idle_.push_back(done);
+    const cudaError_t status = cudaStreamWaitEvent(stream, done, 0);
     return status == cudaSuccess ? "" : Explain("a call was not waited for", status);
   }
-  return "no call in flight has these buffers: it was finished already, is not among the last " +
+  return "no call in flight has these buffers: it was finished already, as where two calls with "
+         "equal"
+         " operands became one, is not among the last " +
          std::to_string(kMostInFlight) + ", or its results were copied before it was done";
 }
 

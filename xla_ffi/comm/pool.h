@@ -49,7 +49,7 @@ class Member {
   // Whether rows can be streamed through shared memory.
   bool streams_rows() const { return streams_rows_; }
   // Whether casts write to the peers instead of reading from them.
-  bool pushes_rows() const;
+  bool pushes_rows(int32_t num_blocks) const;
   int64_t allocated_bytes() const { return memory_bytes_; }
   void* memory() const { return memory_; }
   // Bytes with which another process of the host opens the memory; empty with an error.
@@ -64,7 +64,8 @@ class Member {
 
   // A call runs on a stream of the member's own: after what `stream` holds so far, beside what it
   // gets next. Begin, then enqueue on side(), then End; `buffers` are those that Finish will show.
-  cudaError_t Begin(cudaStream_t stream, Kind kind, uint64_t signature, Meeting* meeting);
+  cudaError_t Begin(cudaStream_t stream, Kind kind, uint64_t signature, int32_t num_blocks,
+                    Meeting* meeting);
   cudaError_t End(std::vector<const void*> buffers);
   // A second stream of a call, which begins where side() began: BeginApart before a kernel of
   // `blocks` is enqueued there, EndApart before End, which waits for it.
@@ -99,12 +100,12 @@ class Member {
   cudaStream_t apart_ = nullptr;
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
   struct InFlight {
-    cudaEvent_t done = nullptr;
+    cudaEvent_t done;
     std::vector<const void*> buffers;
   };
-  static constexpr int kMostInFlight = 8;
-  InFlight in_flight_[kMostInFlight];  // of call n at n % kMostInFlight
-  uint64_t call_ = 0, apart_blocks_ = 0;
+  std::vector<InFlight> in_flight_;  // calls that no Finish took, in their order
+  std::vector<cudaEvent_t> idle_;    // events of calls that were finished
+  uint64_t call_ = 0, arrived_ = 0, apart_blocks_ = 0;
   bool streams_rows_ = false;
   bool reaches_atomically_ = true;  // all peers
   std::string unusable_;

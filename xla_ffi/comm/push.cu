@@ -226,17 +226,18 @@ __global__ void __launch_bounds__(kThreads)
   PushRing ring(ring_memory);
   ring.Initialize();
   Arrive(meeting);
+  Arrive(meeting);  // where other calls have filled their maps
   if (!IsBroken(meeting)) FillGaps(meeting, move);
   if (blockIdx.x == 0) {
     Enter(meeting, shared.digests);
     TakeLeases(meeting);
   }
   Arrive(meeting);
-  AwaitBlocks(meeting, 2);
+  AwaitBlocks(meeting, 3);
   if (!IsBroken(meeting)) PushLeaves(meeting, move, shared.targets, ring);
   Arrive(meeting);
   if (blockIdx.x != 0) return;
-  AwaitBlocks(meeting, 3);
+  AwaitBlocks(meeting, 4);
   Leave(meeting, move);
 }
 

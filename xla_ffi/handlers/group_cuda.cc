@@ -26,6 +26,10 @@ using comm::Kind;
 using Operand = ffi::AnyBuffer;
 
 constexpr int64_t kStagingAlignment = 256;
+// What a call runs beside: nothing; attention, which must leave it SMs; or short computation that
+// it outlasts, so that attention waits for it.
+constexpr int32_t kAlone = 0, kExposed = 2;
+constexpr int32_t kExposedBlocks = 16;
 
 ffi::Error CudaFailed(const char* what, cudaError_t error) {
   return ffi::Error(ffi::ErrorCode::kInternal, std::string(what) + ": " + cudaGetErrorName(error) +
@@ -85,14 +89,12 @@ ffi::Error PlaceOperands(const comm::Member& member, const GroupCall& call, int6
   return ffi::Error::Success();
 }
 
-// How long computation waits at most until a call has its SMs: as long as a launch takes, and
-// copies before it into this memory.
-int64_t MostAwaitedNs(const comm::Member& member, const GroupCall& call, int64_t operand_rows) {
-  constexpr int64_t kLaunchNs = 30000, kCopiedBytesPerNs = 1000;
-  int64_t copied_bytes = 0;
+// Bytes that are copied into this memory before a call.
+int64_t CopiedBytes(const comm::Member& member, const GroupCall& call, int64_t operand_rows) {
+  int64_t bytes = 0;
   for (int i = 0; i < call.move.num_leaves && member.config().staging_bytes > 0; ++i)
-    copied_bytes += operand_rows * call.move.leaves[i].row_bytes;
-  return kLaunchNs + copied_bytes / kCopiedBytesPerNs;
+    bytes += operand_rows * call.move.leaves[i].row_bytes;
+  return bytes;
 }
 
 // Whether all rows consist of vectors of 16 bytes.
@@ -114,13 +116,15 @@ cudaError_t Launch(const GroupCall& call, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-ffi::Error Enqueue(comm::Member& member, GroupCall& call, int64_t operand_rows, bool beside,
+ffi::Error Enqueue(comm::Member& member, GroupCall& call, int64_t operand_rows, int32_t beside,
                    cudaStream_t stream) {
   call.move.num_blocks = member.config().num_blocks;
+  if (beside == kExposed) call.move.num_blocks = std::max(call.move.num_blocks, kExposedBlocks);
   call.move.stream = member.streams_rows();
-  call.meeting.pushes =
-      call.kind == Kind::kCast && member.pushes_rows() && HasWholeVectors(call.move);
-  MAGI_JAX_RETURN_IF_CUDA_ERROR(member.Begin(stream, call.kind, Signature(call), &call.meeting));
+  call.meeting.pushes = call.kind == Kind::kCast && member.pushes_rows(call.move.num_blocks) &&
+                        HasWholeVectors(call.move);
+  MAGI_JAX_RETURN_IF_CUDA_ERROR(
+      member.Begin(stream, call.kind, Signature(call), call.move.num_blocks, &call.meeting));
   MAGI_JAX_RETURN_IF_ERROR(PlaceOperands(member, call, operand_rows, member.side(), &call.meeting));
   MAGI_JAX_RETURN_IF_CUDA_ERROR(Launch(call, member.side()));
   if (call.move.own_rows > 0) {
@@ -131,10 +135,10 @@ ffi::Error Enqueue(comm::Member& member, GroupCall& call, int64_t operand_rows, 
   std::vector<const void*> buffers = {call.move.map.row_of};
   for (int i = 0; i < call.move.num_leaves; ++i) buffers.push_back(call.move.leaves[i].result);
   MAGI_JAX_RETURN_IF_CUDA_ERROR(member.End(std::move(buffers)));
-  if (!beside) return ffi::Error::Success();
-  MAGI_JAX_RETURN_IF_CUDA_ERROR(
-      comm::AwaitStart(call.meeting, call.move.num_blocks, member.apart_blocks(),
-                       MostAwaitedNs(member, call, operand_rows), stream));
+  if (beside == kAlone) return ffi::Error::Success();
+  MAGI_JAX_RETURN_IF_CUDA_ERROR(comm::AwaitStart(call.meeting, call.move.num_blocks,
+                                                 member.apart_blocks(),
+                                                 CopiedBytes(member, call, operand_rows), stream));
   return ffi::Error::Success();
 }
 
@@ -185,7 +189,7 @@ ffi::Error Start(cudaStream_t stream, int32_t device, ffi::RunId run, Operand se
                            std::to_string(result_rows) + " are needed");
   }
   const std::lock_guard<std::mutex> lock(member->mutex);
-  ffi::Error error = Enqueue(*member, call, operand_rows, beside != 0, stream);
+  ffi::Error error = Enqueue(*member, call, operand_rows, beside, stream);
   // Ranks count calls and blocks; one that was begun and not launched leaves them out of step.
   if (error.failure()) member->GiveUp(error.message());
   return error;
