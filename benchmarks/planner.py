@@ -3,7 +3,7 @@
     python benchmarks/planner.py [--cp 8 16 32 64] [--seeds 0 1 2] [--effort fast] [--workloads FILE]
 
 Prints one table for each number of ranks, then what was reached of the targets at 64 and what bad input is
-answered with (`planner_bad_input`), and writes JSON. Rows are over the sequence length; times are CPU time
+answered with (`planner_bad_input`), and writes JSON where ``--out`` says so. Rows are over the sequence length; times are CPU time
 of the process, the least of five calls with effort fast, of one with high.
 """
 
@@ -224,7 +224,9 @@ def main() -> None:
     parser.add_argument("--effort", choices=("fast", "high"), default="fast")
     parser.add_argument("--workloads", type=Path, help="Python file whose make() gives the masks")
     parser.add_argument("--cost-model", type=Path, help="JSON table of rates")
-    parser.add_argument("--out", type=Path, default=None, help="where the JSON goes")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="where the JSON goes; nowhere by default"
+    )
     args = parser.parse_args()
     families = load_families(args.workloads) if args.workloads else FAMILIES
     model = CostModel.from_json(args.cost_model) if args.cost_model else CostModel()
@@ -251,10 +253,10 @@ def main() -> None:
             report["targets"] = print_targets(args.effort, results, bool(args.workloads))
             if args.effort == "fast":
                 report["bad_input"] = print_bad_input()
-    out = args.out or Path(__file__).parent / "results" / f"planner_{args.effort}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"\nwritten to {out}")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"\nwritten to {args.out}")
 
 
 if __name__ == "__main__":
