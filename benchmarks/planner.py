@@ -3,8 +3,8 @@
     python benchmarks/planner.py [--cp 8 16 32 64] [--seeds 0 1 2] [--effort fast] [--workloads FILE]
 
 Prints one table for each number of ranks, then what was reached of the targets at 64 and what bad input is
-answered with (`planner_bad_input`), and writes JSON where ``--out`` says so. Rows are over the sequence length; times are CPU time
-of the process, the least of five calls with effort fast, of one with high.
+answered with (`planner_bad_input`); writes JSON where ``--out`` says so. Rows are over the sequence length;
+times are CPU time of the process, the least of five calls with effort fast, of one with high.
 """
 
 import argparse
