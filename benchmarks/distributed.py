@@ -8,8 +8,8 @@ GPUs, 4 * area * N * H forward, 2.5 times that for the gradients alone. `ratio` 
 GPU on the same sequence; `imbalance` of the plan bounds it. With --busy that is the rate of the
 slowest GPU while each of them computes the whole sequence for itself: cards differ, and share a
 cooler and a power supply. Cards change their pace, so whatever is compared takes short turns on
-cards that never rest; `ratio` is the median over turns, each beside the single GPUs' turns before and
-after it, and `ratios` has the least, the greatest and their number. With several processes, start one per
+cards that never rest; `ratio` is the mean over turns, each beside the single GPUs' turns before and
+after it, and `ratio_error` its standard error. With several processes, start one per
 GPU and add --coordinator HOST:PORT --processes N --process I; then the single GPUs are each process's
 own, all at once.
 """
@@ -19,7 +19,6 @@ import contextlib
 import functools
 import json
 import pathlib
-import statistics
 from collections.abc import Callable
 
 import jax
@@ -28,7 +27,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import add_process_flags, save_ranks, start
-from turns import Times, in_turns, median, ratios, run
+from turns import Times, in_turns, means, ratio, run
 
 import magi_jax
 from magi_jax import dist_attention, masks
@@ -131,12 +130,12 @@ def rows_of(
 ) -> list[dict]:
     """A row for each of what was timed; ``flops`` are those of one GPU of all."""
     rows = []
-    for which, seconds in median(times).items():
+    for which, seconds in means(times).items():
         alone = which == single
         beside = None
         if single and not alone:
             beside = {
-                name: [x / cp_size for x in ratios(times[single][name], turns)]
+                name: [x / cp_size for x in ratio(times[single][name], turns)]
                 for name, turns in times[which].items()
             }
         rows.append(
@@ -265,19 +264,15 @@ def trace(folder: pathlib.Path, calls: dict[str, Callable]) -> None:
 def row(
     label: dict, times: dict[str, float], flops: float, beside: dict[str, list[float]] | None
 ) -> dict:
-    """Figures of one of them, printed by the first process; ``beside`` are its ratios, turn by turn."""
+    """Figures of one of them, printed by the first process; ``beside`` has its ratios, with errors."""
     result = dict(label)
     for name, factor in (("forward", 1.0), ("backward", 2.5)):
         result[f"{name}_ms"] = times[name] * 1e3
         result[f"{name}_tflops"] = factor * flops / times[name] / 1e12
         if beside:
-            result[f"{name}_ratio"] = statistics.median(beside[name])
-            result[f"{name}_ratios"] = [min(beside[name]), max(beside[name]), len(beside[name])]
+            result[f"{name}_ratio"], result[f"{name}_ratio_error"] = beside[name]
     if jax.process_index() == 0:
-        shown = "".join(
-            f"  {result[f'{name}_ratio']:.3f} ({min(each):.3f}-{max(each):.3f})"
-            for name, each in (beside or {}).items()
-        )
+        shown = "".join(f"  {each[0]:.3f} +- {each[1]:.3f}" for each in (beside or {}).values())
         print(
             f"{result['mask']:22} {result['heads']:6} {result['transport']:9}"
             f" fwd {result['forward_tflops']:5.0f} bwd {result['backward_tflops']:5.0f} TFLOP/s"

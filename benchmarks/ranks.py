@@ -18,7 +18,7 @@ import numpy as np
 from distributed import HEAD_DIM, cases, described, operands, plan_of, single_gpus
 from jax.sharding import AxisType, Mesh
 from provenance import save
-from turns import in_turns, median
+from turns import in_turns, means
 
 from magi_jax.comm import InFlight
 from magi_jax.comm.portable import PORTABLE
@@ -49,7 +49,7 @@ def main() -> None:
             calls = {"alone": single_gpus(mesh, named[name], *heads, first_only=True)}
             calls |= {f"rank {r}": rank_calls(mesh, plan, r, *heads) for r in range(args.cp)}
             rows += figures(
-                {"mask": name, "heads": text} | described(plan), median(in_turns(calls)), args
+                {"mask": name, "heads": text} | described(plan), means(in_turns(calls)), args
             )
             if args.json:
                 save(args.json, args.commit, {"ranks": args.cp, "rows": rows})

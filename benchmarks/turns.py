@@ -12,10 +12,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from timing import mean_seconds
 
-SETTLE_S, TURN_S = 0.3, 0.06  # before what is compared, and of each turn
-LEAD_S, LONG_S = 0.01, 0.05  # of calls that begin a turn untimed; calls that need none
-PASS_S = 1.5  # of all turns
-LEAST_ROUNDS, MOST_ROUNDS = 3, 11  # of turns; the former of calls that are long
+SETTLE_S, TURN_S = 0.3, 0.02  # before what is compared, and of each turn, of one call at least
+PASS_S = 2.4  # of all turns
+LEAST_ROUNDS, MOST_ROUNDS = 5, 64  # of turns; the former of calls that are long
+LONG_S = 0.02  # calls of which none leads a turn in untimed
 AHEAD_S, MOST_AHEAD = 0.02, 8  # calls that are begun before the host waits for the first of them
 
 Times = dict[str, dict[str, list[float]]]
@@ -27,7 +27,8 @@ def in_turns(calls: dict[str, dict[str, Callable]]) -> Times:
     A card at the limit of its power changes its pace by a tenth within a tenth of a second, and by some per
     cent within seconds. So what is compared takes turns within that time, and no device waits from the first
     turn to the last: the host, which takes 2 to 3 ms to begin after a wait, is some calls ahead, and a turn
-    lasts from the end of the last call before it, or of its own first ones, to the end of its last one.
+    lasts from the end of the call before it, or of its own first one where calls are short, to the end of its
+    last one.
     """
     times: Times = {which: {} for which in calls}
     for name in ("forward", "backward"):
@@ -38,10 +39,25 @@ def in_turns(calls: dict[str, dict[str, Callable]]) -> Times:
     return times
 
 
-def ratios(first: list[float], other: list[float]) -> list[float]:
-    """Time of the first over that of another, turn by turn: each beside the turns before and after it."""
+def ratio(first: list[float], other: list[float]) -> tuple[float, float]:
+    """Time of the first over that of another, and by how much this may be off (standard error).
+
+    Each turn of the other is compared with the turns of the first before and after it; the mean is of these
+    without the tenth that is least and the tenth that is greatest.
+    """
     around = itertools.pairwise(first)
-    return [(a + b) / 2 / x for (a, b), x in zip(around, other, strict=True)]
+    each = sorted((a + b) / 2 / x for (a, b), x in zip(around, other, strict=True))
+    cut = len(each) // 10
+    kept = each[cut : len(each) - cut]
+    return statistics.mean(kept), statistics.stdev(kept) / math.sqrt(len(kept))
+
+
+def means(times: Times) -> dict[str, dict[str, float]]:
+    """Mean seconds of a call of each."""
+    return {
+        which: {name: statistics.mean(turns) for name, turns in each.items()}
+        for which, each in times.items()
+    }
 
 
 def run(call: Callable, count: int) -> float:
@@ -52,15 +68,9 @@ def run(call: Callable, count: int) -> float:
 def _timed(calls: dict[str, Callable], once: dict[str, float]) -> dict[str, list[float]]:
     """Mean seconds of a call in each turn."""
     first = next(iter(calls))
-    counts = {which: max(1, round(TURN_S / seconds)) for which, seconds in once.items()}
-    leads = {
-        which: 0 if seconds > LONG_S else math.ceil(LEAD_S / seconds)
-        for which, seconds in once.items()
-    }
-    # Calls that are long take turns of one length, however many of them that are.
-    longest = max(once.values())
-    if longest > TURN_S:
-        counts = {which: max(1, round(longest / seconds)) for which, seconds in once.items()}
+    turn_s = max(TURN_S, *once.values())  # turns of one length
+    counts = {which: max(1, round(turn_s / seconds)) for which, seconds in once.items()}
+    leads = {which: int(seconds < LONG_S) for which, seconds in once.items()}
     round_s = sum((counts[which] + leads[which]) * once[which] for which in calls)
     rounds = min(max(LEAST_ROUNDS, int(PASS_S / round_s)), MOST_ROUNDS)
     turns = [which for _ in range(rounds) for which in calls] + [first]
@@ -100,11 +110,3 @@ def _slowest(seconds: list[float]) -> list[float]:
     if jax.process_count() == 1:
         return seconds
     return np.max(multihost_utils.process_allgather(np.array(seconds)), axis=0).tolist()
-
-
-def median(times: Times) -> dict[str, dict[str, float]]:
-    """The turn in the middle of each."""
-    return {
-        which: {name: statistics.median(turns) for name, turns in each.items()}
-        for which, each in times.items()
-    }
