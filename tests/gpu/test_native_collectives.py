@@ -234,10 +234,11 @@ def test_distributed_attention_and_its_gradients(overlap, placement, rng):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+@placements
 def test_many_calls_of_one_program_that_nothing_orders(placement, rng):
-    """More than are in flight elsewhere, half of them with equal keys, which XLA must not make one of."""
-    mesh, calls = mesh_of(2), 12
-    plan = make_plan(masks.causal(512), 2, PlanConfig(chunk_size=64, overlap=2, travelling="never"))
+    """All may be in flight at once; half of them have equal keys, of which XLA must not make one."""
+    mesh, calls = mesh_of(2), 10
+    plan = make_plan(masks.causal(128), 2, PlanConfig(chunk_size=32, overlap=1, travelling="never"))
     place = NamedSharding(mesh, P("cp"))
     rows = 2 * plan.spec.local_len
     qs = [jax.device_put(normal(rng, rows, 4, 16), place) for _ in range(calls)]
