@@ -74,3 +74,15 @@ def test_only_the_system_s_libraries_may_be_needed():
     allowed = _tool("check_wheel").SYSTEM_LIBRARIES
     assert all(map(allowed.fullmatch, ("libc.so.6", "libstdc++.so.6", "ld-linux-x86-64.so.2")))
     assert not any(map(allowed.fullmatch, ("libcuda.so.1", "libcudart.so.13", "libcrypt.so.1")))
+
+
+def test_ci_compiles_each_pair_of_head_dims_once_for_hopper():
+    """Both types are among them, so that no kernel and no path of a type is first compiled at night."""
+    left_out = re.search(r'EXCLUDE REGEX "(.*)"\)', (ROOT / "xla_ffi/cuda.cmake").read_text())[1]
+    names = [path.name for path in (ROOT / "xla_ffi/kernels/sm90").glob("*_hdim*.cu")]
+    kept = [name[:-3].rsplit("_", 1) for name in names if not re.search(left_out, name)]
+    assert sorted(kernel for kernel, _ in kept) == sorted(
+        {name.rsplit("_", 1)[0] for name in names}
+    )
+    for direction in ("forward", "backward"):
+        assert {t for kernel, t in kept if kernel.startswith(direction)} == {"bf16", "f16"}

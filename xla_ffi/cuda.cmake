@@ -5,7 +5,7 @@
 # pass with the layout of the nvidia-cuda-nvcc wheel; one object file holds one kernel for all architectures.
 
 set(MAGI_JAX_CUDA_KERNELS "all" CACHE STRING
-    "Which sm80 kernels to compile: all, or ci (three of them, for two architectures)")
+    "Which kernels to compile: all, or ci (some, for two architectures; of sm90 each pair of head dims once)")
 set_property(CACHE MAGI_JAX_CUDA_KERNELS PROPERTY STRINGS all ci)
 if(NOT MAGI_JAX_CUDA_KERNELS MATCHES "^(all|ci)$")
   message(FATAL_ERROR "MAGI_JAX_CUDA_KERNELS is '${MAGI_JAX_CUDA_KERNELS}'; it must be all or ci")
@@ -139,6 +139,9 @@ add_cuda_object(sm80_kernels "${CMAKE_CURRENT_SOURCE_DIR}/xla_ffi/kernels/sm80/k
 # --- sm90: what lies in its folder.
 
 file(GLOB sm90_sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/xla_ffi/kernels/sm90/*.cu")
+if(MAGI_JAX_CUDA_KERNELS STREQUAL "ci")
+  list(FILTER sm90_sources EXCLUDE REGEX "hdim(64_f16|96_bf16|128_f16|192x128_bf16|256_f16)[.]cu$")
+endif()
 if(sm90_sources AND "90a" IN_LIST architectures)
   foreach(source IN LISTS sm90_sources)
     cmake_path(GET source STEM stem)

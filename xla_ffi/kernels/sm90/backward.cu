@@ -38,8 +38,7 @@ struct BackwardInstantiation {
   DType dtype;
   int head_dim, v_head_dim;
   const char* name;
-  cudaError_t (*launch)(const BackwardParams&, const BackwardKernelParams&, int blocks,
-                        cudaStream_t);
+  LaunchBackwardFunction* launch;
 };
 
 constexpr BackwardInstantiation kInstantiations[] = {
@@ -58,7 +57,7 @@ constexpr BackwardInstantiation kInstantiations[] = {
 const BackwardInstantiation* Find(const Problem& problem) {
   for (const BackwardInstantiation& candidate : kInstantiations) {
     if (candidate.dtype == problem.dtype && candidate.head_dim == problem.head_dim &&
-        candidate.v_head_dim == problem.v_head_dim) {
+        candidate.v_head_dim == problem.v_head_dim && candidate.launch != nullptr) {
       return &candidate;
     }
   }
@@ -268,7 +267,7 @@ const char* RefuseBackward(const BackwardParams& backward) {
   }
   if (Find(problem) == nullptr) {
     return "sm90 backward takes head dims (q and k, v): 64, 64; 96, 96; 128, 128; 192, 128; 256, "
-           "256";
+           "256; each in one type alone where MAGI_JAX_CUDA_KERNELS was ci";
   }
   if (problem.num_kv_heads <= 0 || problem.num_heads % problem.num_kv_heads != 0) {
     return "sm90 backward needs a number of heads that is a multiple of the number of kv heads";

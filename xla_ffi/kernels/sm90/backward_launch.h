@@ -1,4 +1,7 @@
 // One launch function per instantiation of the backward, each defined in the file of its name.
+//
+// A build may leave some of these files out (MAGI_JAX_CUDA_KERNELS=ci): what is declared weak and
+// defined nowhere has the address null.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_LAUNCH_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_LAUNCH_H_
@@ -10,27 +13,12 @@
 
 namespace magi_jax::sm90 {
 
-cudaError_t LaunchBackwardHdim64Bf16(const BackwardParams&, const BackwardKernelParams&, int blocks,
-                                     cudaStream_t);
-cudaError_t LaunchBackwardHdim64F16(const BackwardParams&, const BackwardKernelParams&, int blocks,
-                                    cudaStream_t);
-cudaError_t LaunchBackwardHdim96Bf16(const BackwardParams&, const BackwardKernelParams&, int blocks,
-                                     cudaStream_t);
-cudaError_t LaunchBackwardHdim96F16(const BackwardParams&, const BackwardKernelParams&, int blocks,
-                                    cudaStream_t);
-cudaError_t LaunchBackwardHdim128Bf16(const BackwardParams&, const BackwardKernelParams&,
-                                      int blocks, cudaStream_t);
-cudaError_t LaunchBackwardHdim128F16(const BackwardParams&, const BackwardKernelParams&, int blocks,
-                                     cudaStream_t);
-
-cudaError_t LaunchBackwardHdim192x128Bf16(const BackwardParams&, const BackwardKernelParams&,
-                                          int blocks, cudaStream_t);
-cudaError_t LaunchBackwardHdim192x128F16(const BackwardParams&, const BackwardKernelParams&,
-                                         int blocks, cudaStream_t);
-cudaError_t LaunchBackwardHdim256Bf16(const BackwardParams&, const BackwardKernelParams&,
-                                      int blocks, cudaStream_t);
-cudaError_t LaunchBackwardHdim256F16(const BackwardParams&, const BackwardKernelParams&, int blocks,
-                                     cudaStream_t);
+using LaunchBackwardFunction = cudaError_t(const BackwardParams&, const BackwardKernelParams&,
+                                           int blocks, cudaStream_t);
+[[gnu::weak]] LaunchBackwardFunction LaunchBackwardHdim64Bf16, LaunchBackwardHdim64F16,
+    LaunchBackwardHdim96Bf16, LaunchBackwardHdim96F16, LaunchBackwardHdim128Bf16,
+    LaunchBackwardHdim128F16, LaunchBackwardHdim192x128Bf16, LaunchBackwardHdim192x128F16,
+    LaunchBackwardHdim256Bf16, LaunchBackwardHdim256F16;
 
 // Launches a kernel that begins when those before it in the stream are about to end, and calls
 // AwaitKernelBefore before it touches memory.

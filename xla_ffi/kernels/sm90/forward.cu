@@ -33,7 +33,7 @@ struct Instantiation {
   const char* name;
   int block_keys;             // of a block, where there are many keys
   const char* few_keys_name;  // of the kernel for calls with few keys, if they have one
-  cudaError_t (*launch)(const ForwardParams&, const KernelParams&, int grid, cudaStream_t);
+  LaunchForwardFunction* launch;
 };
 
 constexpr Instantiation kInstantiations[] = {
@@ -58,7 +58,7 @@ constexpr Instantiation kInstantiations[] = {
 const Instantiation* Find(const Problem& problem) {
   for (const Instantiation& candidate : kInstantiations) {
     if (candidate.dtype == problem.dtype && candidate.head_dim == problem.head_dim &&
-        candidate.v_head_dim == problem.v_head_dim) {
+        candidate.v_head_dim == problem.v_head_dim && candidate.launch != nullptr) {
       return &candidate;
     }
   }
@@ -143,7 +143,8 @@ const char* RefuseForward(const ForwardParams& forward) {
     return "sm90 forward takes bfloat16 and float16 q, k, v";
   }
   if (Find(problem) == nullptr)
-    return "sm90 forward takes head dims (of q and k, of v) 64, 96, 128, 256, and 192 with 128";
+    return "sm90 forward takes head dims (of q and k, of v) 64, 96, 128, 256, and 192 with 128, "
+           "each in one type alone where MAGI_JAX_CUDA_KERNELS was ci";
   if (problem.num_kv_heads <= 0 || problem.num_heads % problem.num_kv_heads != 0) {
     return "sm90 forward needs a number of heads that is a multiple of the number of kv heads";
   }

@@ -1,4 +1,7 @@
 // One launch function per instantiation, each defined in the file of its name.
+//
+// A build may leave some of these files out (MAGI_JAX_CUDA_KERNELS=ci): what is declared weak and
+// defined nowhere has the address null.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_FORWARD_LAUNCH_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_FORWARD_LAUNCH_H_
@@ -26,26 +29,12 @@ inline bool TakesFewKeys(const Problem& problem) {
   return problem.k_len <= few && !NeedsTransform(problem);
 }
 
-cudaError_t LaunchForwardHdim64Bf16(const ForwardParams&, const KernelParams&, int grid,
-                                    cudaStream_t);
-cudaError_t LaunchForwardHdim64F16(const ForwardParams&, const KernelParams&, int grid,
-                                   cudaStream_t);
-cudaError_t LaunchForwardHdim96Bf16(const ForwardParams&, const KernelParams&, int grid,
-                                    cudaStream_t);
-cudaError_t LaunchForwardHdim96F16(const ForwardParams&, const KernelParams&, int grid,
-                                   cudaStream_t);
-cudaError_t LaunchForwardHdim128Bf16(const ForwardParams&, const KernelParams&, int grid,
-                                     cudaStream_t);
-cudaError_t LaunchForwardHdim128F16(const ForwardParams&, const KernelParams&, int grid,
-                                    cudaStream_t);
-cudaError_t LaunchForwardHdim192x128Bf16(const ForwardParams&, const KernelParams&, int grid,
-                                         cudaStream_t);
-cudaError_t LaunchForwardHdim192x128F16(const ForwardParams&, const KernelParams&, int grid,
-                                        cudaStream_t);
-cudaError_t LaunchForwardHdim256Bf16(const ForwardParams&, const KernelParams&, int grid,
-                                     cudaStream_t);
-cudaError_t LaunchForwardHdim256F16(const ForwardParams&, const KernelParams&, int grid,
-                                    cudaStream_t);
+using LaunchForwardFunction = cudaError_t(const ForwardParams&, const KernelParams&, int grid,
+                                          cudaStream_t);
+[[gnu::weak]] LaunchForwardFunction LaunchForwardHdim64Bf16, LaunchForwardHdim64F16,
+    LaunchForwardHdim96Bf16, LaunchForwardHdim96F16, LaunchForwardHdim128Bf16,
+    LaunchForwardHdim128F16, LaunchForwardHdim192x128Bf16, LaunchForwardHdim192x128F16,
+    LaunchForwardHdim256Bf16, LaunchForwardHdim256F16;
 
 }  // namespace magi_jax::sm90
 
