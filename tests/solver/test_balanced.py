@@ -11,6 +11,7 @@ from magi_jax import masks
 from magi_jax.masks import bands
 from magi_jax.solver import dispatch
 from magi_jax.solver.dispatch import DispatchProblem
+from magi_jax.solver.dispatch import balanced as balanced_module
 from magi_jax.solver.dispatch.balanced import balanced, placement_maker
 from magi_jax.solver.dispatch.runs import ALL_ORDERS, runs
 from magi_jax.solver.dispatch.starts import GREEDY, Site, node_first_starts
@@ -187,6 +188,25 @@ def test_windows_stay_contiguous():
     received, sent, _, _ = measure(balanced(problem), problem, 8)
     assert received.max() == sent.max() == 127
     assert received.sum() == 7 * 127
+
+
+@pytest.mark.parametrize("window", [(63, 0), (32, 31)])
+def test_high_effort_looks_no_further_than_an_even_window(window, monkeypatch):
+    """Ranks of neighbouring rows receive what crosses one edge each: nothing can be better."""
+
+    def search(*args):
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(balanced_module, "_search", search)
+    problem = problem_of(masks.local(1 << 17, window=window), 128, 64, ranks_per_node=8)
+    owner = balanced(problem._replace(effort="high")).owner
+    np.testing.assert_array_equal(owner, np.arange(64))
+    with pytest.raises(AssertionError, match="searched"):
+        balanced(
+            problem_of(
+                masks.varlen([3000] * 20, causal=True), 128, 8, ranks_per_node=4, effort="high"
+            )
+        )
 
 
 def test_two_ranks_compare_chunks_with_long_runs():

@@ -21,7 +21,7 @@ from magi_jax.solver.dispatch.effort import (
 from magi_jax.solver.dispatch.numpy_placement import NumpyPlacement
 from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem
 from magi_jax.solver.dispatch.regular import contiguous, zigzag
-from magi_jax.solver.dispatch.runs import runs
+from magi_jax.solver.dispatch.runs import FEW_SLICES, runs
 from magi_jax.solver.dispatch.split_chunks import COARSE_SHARE, FINENESS
 from magi_jax.solver.dispatch.starts import Site, dealt, greedy_starts, node_first_starts
 from magi_jax.solver.dispatch.units import Units, fixed_units, make_units
@@ -99,10 +99,20 @@ class _Runs(NamedTuple):
         most = int(self.units.need_rows.max())
         if self.move_little(problem) or _meets_bounds(self.score, most, tokens, node_size(problem)):
             return True
+        if self.cut_a_band(problem):
+            return True
         if cp_size <= effort.searched_ranks or self.score.imbalance > AREA_LIMIT:
             return False
         bound = lower_bounds(self.units, cp_size, node_size(problem)).total_rows
         return self.score.total_rows <= FAR_FROM_BOUND * bound
+
+    def cut_a_band(self, problem: DispatchProblem) -> bool:
+        """Whether neighbouring rows of a mask of few slices are together and even: every rank has rows at
+        whose edge as many rows must cross, and none has more than one such edge to its left.
+        """
+        is_even = self.score.imbalance <= effort_of(problem).area_limit
+        neighbours = np.array_equal(self.placed.owner, np.arange(problem.cp_size))
+        return is_even and neighbours and len(problem.slices) <= FEW_SLICES
 
     def move_little(self, problem: DispatchProblem) -> bool:
         """Whether rows cost little beside all else, or none moves."""
