@@ -194,7 +194,7 @@ def distributed(packings: list, args) -> dict:
     config = PlanConfig(seq_len=args.seq_len, overlap=1)
     sample = itertools.islice(stream(args.seq_len, args.seed + 1), SAMPLE)
     specs = [make_plan(mask_of(ids), devices, config).spec for ids in sample]
-    found = functools.reduce(lambda a, b: a.union(b), specs).scaled(MARGIN)
+    found = specs[0].union(*specs[1:]).scaled(MARGIN)
     traced: list = []
     step = step_of(functools.partial(magi_jax.dist_attention, mesh=mesh), traced)
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("cp"))

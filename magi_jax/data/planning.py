@@ -1,7 +1,6 @@
 """From packed sequences to batches that lie as their plans want them: NumPy on the host."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -168,8 +167,8 @@ class PlanBatch:
         known = self.specs or (None,) * len(self.masks)
         stacked = []
         for of_mask, spec in zip(zip(*of_rows, strict=True), known, strict=True):
-            specs = [plan.spec for plan in of_mask] + ([] if spec is None else [spec])
-            common = functools.reduce(PlanSpec.union, specs)
+            first, *others = [plan.spec for plan in of_mask] + ([] if spec is None else [spec])
+            common = first.union(*others)
             stacked.append(stack_plans([plan.pad_to(common) for plan in of_mask]))
         return tuple(stacked)
 

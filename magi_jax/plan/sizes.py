@@ -1,6 +1,7 @@
 """Capacities in buckets, and the comparison of sizes that have them."""
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +54,21 @@ class Sizes:
         """Whether tables that need ``other`` fit into this spec."""
         return self.shortfall(other) is None
 
-    def union(self, other):
-        """The smallest spec that covers both. Raises ValueError where an identity differs."""
+    def union(self, *others):
+        """The smallest spec that covers this one and all others.
+
+        Raises:
+            TypeError: one of them is another kind of spec, or none.
+            ValueError: an identity differs; it is named.
+        """
+        for other in others:
+            if type(other) is not type(self):
+                raise TypeError(
+                    f"a {type(self).__name__} is united with its like, got {type(other).__name__}"
+                )
+        return functools.reduce(type(self)._union_of_two, others, self)
+
+    def _union_of_two(self, other):
         return union_of(self, other, "spec", capacity=False)
 
 

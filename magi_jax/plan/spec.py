@@ -100,12 +100,9 @@ class PlanSpec(Sizes):
             other = other.in_two(mine, beside=self)
         return super().shortfall(other, path)
 
-    def union(self, other: "PlanSpec") -> "PlanSpec":
-        """The smallest spec that covers both, with the larger number of stages of each direction, and
-        with transfers in two steps where either has them.
-
-        Raises:
-            ValueError: an identity differs; it is named.
+    def _union_of_two(self, other: "PlanSpec") -> "PlanSpec":
+        """With the larger number of stages of each direction, and with transfers in two steps where either
+        has them.
         """
         mine = self
         if (mine.backward is None) != (other.backward is None):

@@ -1,7 +1,5 @@
 """Runs a case of `dist_attention` and its float64 twin."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,8 +79,8 @@ def _plans(case, each, ranks):
 
     rows = planned([None] * len(each[0]))
     if len(rows) > 1:
-        union = functools.partial(functools.reduce, lambda a, b: a.union(b))
-        rows = planned([union([plan.spec for plan in group]) for group in zip(*rows, strict=True)])
+        groups = ([plan.spec for plan in group] for group in zip(*rows, strict=True))
+        rows = planned([first.union(*others) for first, *others in groups])
         return [stack_plans(group) for group in zip(*rows, strict=True)], keys
     return rows[0], keys
 

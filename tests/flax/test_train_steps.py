@@ -92,7 +92,7 @@ def _batches(rng):
         masks.append(mj.masks.varlen(lengths, causal=True, window=(20, 0)))
         batches.append(rng.integers(0, VOCABULARY, (2, BATCH, SEQ_LEN)).astype(np.int32))
     specs = [mj.make_plan(mask, CP, CONFIG).spec for mask in masks]
-    spec = functools.reduce(lambda a, b: a.union(b), specs)
+    spec = specs[0].union(*specs[1:])
     plans = [mj.make_plan(mask, CP, CONFIG, spec) for mask in masks]
     return tuple([*each, each[0]] for each in (batches, masks, plans))
 

@@ -197,7 +197,7 @@ class Distributed:
     def _sample_spec(self) -> PlanSpec:
         rng = np.random.default_rng(0)
         specs = [self._make_plan(self._mask(rng), None).spec for _ in range(SAMPLE)]
-        return functools.reduce(lambda a, b: a.union(b), specs).scaled(2.0)
+        return specs[0].union(*specs[1:]).scaled(2.0)
 
 
 def _compute(setup: Setup, mesh, operands: Operands, sinks, plan: AttentionPlan) -> Answer:

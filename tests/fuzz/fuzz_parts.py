@@ -107,7 +107,7 @@ class InParts:
             exact_spec(build_table(each.slices, none, 1, mask.q_len, mask.k_len, size))
             for each, none in zip(masks, part, strict=True)
         ]
-        common = functools.reduce(lambda a, b: a.union(b), needed).rounded()
+        common = needed[0].union(*needed[1:]).rounded()
         self.spec = common if self.spec is None else self.spec.union(common)
         return [slice_table(each, tile_size=size, spec=self.spec) for each in masks]
 

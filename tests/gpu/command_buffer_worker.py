@@ -38,7 +38,7 @@ def tables():
         exact_spec(build_table(mask.slices, each, 1, TOKENS, TOKENS, 128))
         for mask, each in zip(MASKS, part, strict=True)
     ]
-    spec = functools.reduce(lambda a, b: a.union(b), specs)
+    spec = specs[0].union(*specs[1:])
     return [slice_table(mask, spec=spec) for mask in MASKS]
 
 

@@ -53,7 +53,7 @@ def shared_spec():
     for mask in all_masks().values():
         part = np.zeros(len(mask.slices), np.int64)
         specs.append(exact_spec(build_table(mask.slices, part, 1, SIZE, K_SIZE, 128)))
-    return functools.reduce(lambda a, b: a.union(b), specs).rounded()
+    return specs[0].union(*specs[1:]).rounded()
 
 
 def table_of(mask: AttnMask):

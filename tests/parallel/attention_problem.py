@@ -1,6 +1,5 @@
 """Random attention problems, their float64 answers, and plans that share one program."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -91,7 +90,7 @@ def shared_plans(masks, cp_size, config=None):
     """Plans of several masks, all with one spec."""
     config = PlanConfig() if config is None else config
     specs = [make_plan(mask, cp_size, config).spec for mask in masks]
-    spec = functools.reduce(lambda a, b: a.union(b), specs)
+    spec = specs[0].union(*specs[1:])
     return [make_plan(mask, cp_size, config, spec) for mask in masks]
 
 

@@ -47,9 +47,7 @@ def test_twenty_packings_compile_once(rng):
         for n in documents
     ]
     specs = [make_plan(mask, 4, config).spec for mask in itertools.chain(*both)]
-    spec = specs[0]
-    for other in specs[1:]:
-        spec = spec.union(other)
+    spec = specs[0].union(*specs[1:])
     traces = []
 
     @jax.jit

@@ -38,9 +38,7 @@ def test_every_kind_of_mask_in_one_program(cp_size, cap, tile_size, rng):
     assert all(plan.late is not None and not plan.comm for plan in plans)
     others = {"overlap": (2, 1)}, {"overlap": 1, "travelling": ((30, 33), (60, 71))}
     plans += [make_plan(WINDOW, cp_size, dataclasses.replace(config, **other)) for other in others]
-    spec = plans[0].spec
-    for plan in plans[1:]:
-        spec = spec.union(plan.spec)
+    spec = plans[0].spec.union(*(plan.spec for plan in plans[1:]))
     reference = DistOptions(implementation="reference")
     run = run_with(make_mesh(cp=cp_size), logits_soft_cap=cap, options=reference)
     for mask, plan in zip([*named.values(), WINDOW, WINDOW], plans, strict=True):

@@ -36,9 +36,7 @@ def test_every_kind_of_mask_in_one_program(cp_size, cap, rng):
     plans.append(make_plan(BLOCK, cp_size, dataclasses.replace(CONFIG, travelling="never")))
     assert plans[0].report().travel_area.any()
     assert plans[-1].travel is None
-    spec = plans[0].spec
-    for plan in plans[1:]:
-        spec = spec.union(plan.spec)
+    spec = plans[0].spec.union(*(plan.spec for plan in plans[1:]))
     run = run_with(make_mesh(cp=cp_size), logits_soft_cap=cap)
     for mask, plan in zip([*named.values(), BLOCK], plans, strict=True):
         problem, padded = random_problem(rng, SEQ_LEN), plan.pad_to(spec)

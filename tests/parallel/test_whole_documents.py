@@ -70,7 +70,7 @@ def test_in_one_program_with_masks_that_need_stages(rng):
     whole = shuffled(rng)
     named = [whole, masks.causal(SEQ_LEN), cases.random_mask(rng, SEQ_LEN, SEQ_LEN, 9)]
     plans = [make_plan(mask, 4, CONFIG) for mask in named]
-    spec = plans[0].spec.union(plans[1].spec).union(plans[2].spec)
+    spec = plans[0].spec.union(plans[1].spec, plans[2].spec)
     assert spec == plans[2].spec.union(plans[1].spec.union(plans[0].spec))
     run = run_with(make_mesh(cp=4))
     again = make_plan(whole, 4, CONFIG, spec.scaled(2.0)), make_plan(whole, 4, CONFIG, spec)

@@ -47,6 +47,18 @@ def test_union_covers_both_and_serves_both(first, second):
     assert union.union(plans[0].spec) == union
 
 
+def test_a_union_takes_any_number_of_its_like():
+    config = dataclasses.replace(CONFIG, seq_len=520)
+    lengths = [300, 220], [30, 20, 400, 9], [520]
+    plans = [make_plan(varlen_causal(each), 4, config) for each in lengths]
+    first, second, third = (plan.spec for plan in plans)
+    assert first.union(second, third) == first.union(second).union(third) != first.union(second)
+    assert first.union() == first
+    for other in (plans[1], second.calc[0], None):
+        with pytest.raises(TypeError, match=r"a PlanSpec is united with its like, got \w+"):
+            first.union(other)
+
+
 def test_one_spec_gives_one_tree():
     config = dataclasses.replace(CONFIG, seq_len=520)
     pair = [varlen_causal([300, 20, 200]), varlen_causal([30, 20, 400, 9])]

@@ -62,8 +62,8 @@ def tokens(seed: int, model: Model = SMALL) -> np.ndarray:
 
 def shared_spec(cp_size: int) -> mj.PlanSpec:
     """Sizes with room for the packings of all seeds."""
-    specs = (mj.make_plan(mask_of(packing(seed)), cp_size, CONFIG).spec for seed in SAMPLE)
-    return functools.reduce(lambda a, b: a.union(b), specs).scaled(2.0)
+    specs = [mj.make_plan(mask_of(packing(seed)), cp_size, CONFIG).spec for seed in SAMPLE]
+    return specs[0].union(*specs[1:]).scaled(2.0)
 
 
 def initial_weights(model: Model = SMALL) -> dict[str, np.ndarray]:

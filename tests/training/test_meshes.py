@@ -1,6 +1,5 @@
 """Train steps over dp x fsdp x tp x cp: right gradients, and nothing on the wires but what is meant."""
 
-import functools
 import math
 import operator
 
@@ -38,9 +37,8 @@ def _masks(rng, count):
 
 def _stacked(masks):
     """Plans of all masks in one spec, stacked."""
-    spec = functools.reduce(
-        lambda a, b: a.union(b), (mj.make_plan(mask, 2, CONFIG).spec for mask in masks)
-    )
+    specs = [mj.make_plan(mask, 2, CONFIG).spec for mask in masks]
+    spec = specs[0].union(*specs[1:])
     return mj.stack_plans([mj.make_plan(mask, 2, CONFIG, spec) for mask in masks])
 
 
