@@ -11,6 +11,9 @@ from magi_jax.plan.plot import plot_plan
 from magi_jax.solver.cost.model import CostModel
 from magi_jax.solver.dispatch.strategies import STRATEGIES
 
+# Of the mask in letters, in twice as many columns of letters: half a screen.
+SKETCH_ROWS = 24
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
@@ -72,8 +75,11 @@ def _explain(flags: argparse.Namespace) -> int:
     )
     plan = make_plan(mask, flags.cp, config)
     report = plan.report(model, flags.ranks_per_node, mask)
-    share = mask.area / (mask.q_len * mask.k_len)
-    print(f"mask: {mask.q_len:,} tokens, {len(mask.slices):,} slices, {share:.2%} of all pairs")
+    print(
+        f"mask: {mask.q_len:,} tokens, {mask.num_slices:,} slices, {mask.density:.2%} of all pairs"
+        " (queries down, keys across)"
+    )
+    print(mask.sketch(SKETCH_ROWS))
     print(f"plan: chunks of {plan.spec.chunk_size:,} tokens, fingerprint {plan.fingerprint()}")
     print(report)
     row_bytes = 2 * model.num_kv_heads * model.head_dim * model.dtype_bytes

@@ -107,7 +107,7 @@ def advice(report: PlanReport) -> list[str]:
     if report.efficiency < MIN_EFFICIENCY:
         found.append(
             f"Kernels would be busy for {report.efficiency:.0%} of the predicted time: communication"
-            " shows. Fewer ranks per sequence (more replicas), or a larger share of tokens per rank,"
-            " would hide it."
+            " shows. Fewer ranks per sequence (more replicas, or heads over an axis of their own), or a"
+            " larger share of tokens per rank, would hide it."
         )
     return found or ["Balance, padding and overlap are fine."]

@@ -74,7 +74,9 @@ def test_explain_prints_the_report_and_draws(tmp_path, capsys):
     assert main(["explain", str(path), "--cp", "8", "--out", str(picture)]) == 0
     printed = capsys.readouterr().out
     assert "2,048 tokens, 3 slices" in printed
-    plan = mj.make_plan(mj.masks.varlen([700, 40, 1308], causal=True), 8)
+    mask = mj.masks.varlen([700, 40, 1308], causal=True)
+    assert mask.sketch(24) in printed
+    plan = mj.make_plan(mask, 8)
     assert plan.fingerprint() in printed
     megabytes = plan.report().recv_rows.max() * 2 * 8 * 128 * 2 / 2**20
     assert f"received by the worst rank: {megabytes:,.1f} MiB" in printed
