@@ -69,9 +69,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make_model(flags: argparse.Namespace) -> nnx.Module:
-    config = mj.flax.DecoderConfig(
-        vocab_size=corpus.VOCAB_SIZE,
+def decoder_config(flags: argparse.Namespace, vocab_size: int) -> mj.flax.DecoderConfig:
+    return mj.flax.DecoderConfig(
+        vocab_size=vocab_size,
         num_layers=flags.layers,
         features=flags.features,
         num_heads=flags.features // flags.head_dim,
@@ -80,6 +80,10 @@ def make_model(flags: argparse.Namespace) -> nnx.Module:
         hidden=3 * flags.features,
         dtype=jnp.dtype(flags.dtype),
     )
+
+
+def make_model(flags: argparse.Namespace) -> nnx.Module:
+    config = decoder_config(flags, corpus.VOCAB_SIZE)
     return mj.flax.Decoder(config, rngs=nnx.Rngs(flags.seed))
 
 

@@ -44,6 +44,9 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument(
         "--window", type=int, help="earlier frames that a frame sees; all if left out"
     )
+    parser.add_argument(
+        "--sink-frames", type=int, default=0, help="first frames of a cut that all its frames see"
+    )
     language_model.add_training_flags(parser)
     language_model.add_model_flags(parser)
     parser.set_defaults(steps=25, layers=2, features=64, head_dim=32)
@@ -126,11 +129,15 @@ def lay_out(parts: list[dict[str, np.ndarray]], seq_len: int) -> dict[str, np.nd
     return out
 
 
-def frames_see_earlier_frames(ids: np.ndarray, window: int | None = None) -> mj.AttnMask:
-    """Block-causal over the frames of each cut, so many frames back."""
+def frames_see_earlier_frames(
+    ids: np.ndarray, window: int | None = None, sink_frames: int = 0
+) -> mj.AttnMask:
+    """Block-causal over the frames of each cut, so many frames back, and the first ones always."""
     frames, lengths = np.unique(ids[ids > 0], return_counts=True)
     _, of_cut = np.unique(frames // MAX_FRAMES, return_counts=True)
-    return mj.masks.block_causal(lengths, frames_per_document=of_cut, window=(window, 0))
+    return mj.masks.block_causal(
+        lengths, frames_per_document=of_cut, window=(window, 0), global_prefix=sink_frames
+    )
 
 
 class VideoModel(nnx.Module):
@@ -138,16 +145,7 @@ class VideoModel(nnx.Module):
 
     def __init__(self, flags: argparse.Namespace, rngs: nnx.Rngs):
         pixels = 3 * flags.patch**2
-        config = mj.flax.DecoderConfig(
-            vocab_size=1,
-            num_layers=flags.layers,
-            features=flags.features,
-            num_heads=flags.features // flags.head_dim,
-            num_kv_heads=flags.kv_heads,
-            head_dim=flags.head_dim,
-            hidden=3 * flags.features,
-            dtype=jnp.dtype(flags.dtype),
-        )
+        config = language_model.decoder_config(flags, vocab_size=1)
         self.embed = nnx.Linear(pixels + 16, flags.features, dtype=config.dtype, rngs=rngs)
         blocks = (mj.flax.DecoderBlock(config, rngs=rngs) for _ in range(flags.layers))
         self.blocks = nnx.List(blocks)
@@ -222,7 +220,9 @@ def main() -> None:
         while group := list(itertools.islice(stream, flags.dp)):
             yield {name: np.stack([each[name] for each in group]) for name in group[0]}
 
-    mask_of = functools.partial(frames_see_earlier_frames, window=flags.window)
+    mask_of = functools.partial(
+        frames_see_earlier_frames, window=flags.window, sink_frames=flags.sink_frames
+    )
     planner = mj.data.PlanBatch(flags.cp, (mask_of,))
     planner = planner.fit(batches(), num_batches=flags.steps)
     first = next(batches())
@@ -231,8 +231,10 @@ def main() -> None:
         f"first sequence: {np.sum(ids > 0):,} of {flags.seq_len:,} tokens in"
         f" {ids.max() // MAX_FRAMES + 1} cuts and {len(np.unique(ids[ids > 0]))} frames"
     )
-    plan = mj.make_plan(mask_of(ids), flags.cp, mj.PlanConfig(seq_len=flags.seq_len))
-    print(plan.report())
+    mask = mask_of(ids)
+    print(mask.sketch(24))
+    plan = mj.make_plan(mask, flags.cp, mj.PlanConfig(seq_len=flags.seq_len))
+    print(plan.report(mask=mask))
     graphdef, params = nnx.split(VideoModel(flags, nnx.Rngs(flags.seed)), nnx.Param)
     optimizer = optax.adam(flags.learning_rate)
     train_step = make_train_step(graphdef, optimizer)

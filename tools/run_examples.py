@@ -21,7 +21,7 @@ RUNS = (
     ("hybrid_layers.py --seq-len 1024 --steps 4 --pattern wwf --dp 2 --cp 4", "step 4/4"),
     ("video.py --seq-len 1024 --steps 10", "of a standing picture"),
     (
-        "video.py --seq-len 1024 --steps 4 --clip bigbuckbunny.mp4 --dp 2 --cp 4 --window 2",
+        "video.py --seq-len 1024 --steps 4 --clip bigbuckbunny.mp4 --dp 2 --cp 4 --window 2 --sink-frames 1",
         "step 4/4",
     ),
     ("preference.py --seq-len 1024 --steps 10", "gained more than the other"),
