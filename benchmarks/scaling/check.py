@@ -1,17 +1,16 @@
 """Compares the model with steps that really ran on several GPUs.
 
-Steps of `dist_attention` are timed over all GPUs; the kernels of each rank alone on its GPU while the others
-are as busy with theirs, since cards differ and share a cooler and a power supply; casts and reduces alone
-over all. The model lays the latter side by side as it does for 64 ranks; its error is how far that is from
-the former. Plans are those that `make_plan` chooses, and such that take each GPU for a node,
-in two stages whose rows move in two steps, as between nodes.
+Steps of `dist_attention` are timed over all GPUs; the kernels of each rank alone on its GPU, since cards
+differ, at the pace that they themselves settle; casts and reduces alone over all. The model lays the latter
+side by side as it does for 64 ranks; its error is how far that is from the former. Plans are those that
+`make_plan` chooses, and such that take each GPU for a node, in two stages whose rows move in two steps, as
+between nodes.
 """
 
 import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -144,24 +143,20 @@ def check(
 def time_kernels(
     passes: dict[str, np.ndarray], pieces: dict[str, Piece], benches: list[Bench], timed: dict
 ) -> None:
-    """Times the calls of each rank on its device, all devices at once.
+    """Times the calls of each rank on its device, as steadily as steps are timed.
 
     Args:
         passes: names of the calls of each pass, ``[ranks, calls]``.
         pieces: by name.
         benches, timed: see `check`.
     """
-
-    def of_rank(rank: int) -> None:
-        with jax.default_device(benches[rank].device):
+    for rank, bench in enumerate(benches):
+        with jax.default_device(bench.device):
             for which, calls in passes.items():
                 for key in filter(None, calls[rank].tolist()):
                     found = timed.setdefault((rank, key), {})
                     if which not in found:
-                        found[which] = benches[rank].measure(pieces[key], which)
-
-    with ThreadPoolExecutor(len(benches)) as pool:
-        list(pool.map(of_rank, range(len(benches))))
+                        found[which] = 1e6 * steady_seconds(bench.call(pieces[key], which))
 
 
 def steps(plan: AttentionPlan, mesh: Mesh, options: DistOptions, repeats: int) -> dict[str, float]:

@@ -180,6 +180,12 @@ class Bench:
             call()
         return us
 
+    def call(self, piece: Piece, which: str) -> Callable:
+        """A call of a pass that is ready to run."""
+        table = device_table(piece)
+        self.compile([(piece, (which,), table)])
+        return self._call(piece, which, table)
+
     def warm(self, piece: Piece, table: SliceTable) -> None:
         """Keeps the card busy with a short piece until its pace has settled, and finds what the host takes to
         begin a sequence of calls and to see its end.
