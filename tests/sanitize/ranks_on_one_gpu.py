@@ -32,7 +32,7 @@ def main() -> int:
         if args.build:
             return 0
         tool = ["compute-sanitizer", "--tool", args.tool] if args.tool else []
-        command = [*tool, program, args.count, *args.seed]
+        command = [*tool, program, args.count, int(not args.tool), *args.seed]
         return subprocess.run([str(word) for word in command], check=False).returncode
 
 
