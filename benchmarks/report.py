@@ -27,6 +27,7 @@ SUMMED_UP = {
     "rivals_h200.json": "rivals",
     "scaling.json": "scaling",
     "scaling_check.json": "check",
+    "scaling_granted.json": "granted",
     "recompilation_gpu.json": "compiles",
     "cpu_kernels.json": "cpu_kernels",
 }
@@ -124,6 +125,12 @@ def sections() -> list[tuple[str, str, str, Callable[[dict], list[str]]]]:
             "scaling_check.json",
             f"{python}scaling check",
             report_scaling.check,
+        ),
+        (
+            "The model against real GPUs, other strategies",
+            "scaling_granted.json",
+            f"{python}scaling granted",
+            report_scaling.granted,
         ),
         (
             "Recompilation, CPU",

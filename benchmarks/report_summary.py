@@ -99,6 +99,17 @@ def check(stored: dict) -> list[str]:
     return [f"steps of {len(stored['rows'])} plans over two GPUs: the model is {', '.join(parts)}"]
 
 
+def granted(stored: dict) -> list[str]:
+    """How far the model is off for ours and for each other strategy."""
+    errors: dict[str, list[float]] = {}
+    for row in stored["rows"]:
+        errors.setdefault(row["strategy"], []).extend(
+            100 * (row["model"][which] / row["ran"][which] - 1) for which in row["ran"]
+        )
+    each = [f"{name} {min(found):+.0f} to {max(found):+.0f} %" for name, found in errors.items()]
+    return [f"the model's rates over those that ran on two GPUs: {', '.join(each)}"]
+
+
 def compiles(stored: dict) -> list[str]:
     """Compilations and the median step by way of giving the mask."""
     ways = [
@@ -131,6 +142,7 @@ LINES: dict[str, Callable[[dict], list[str]]] = {
     "distributed": distributed,
     "scaling": scaling,
     "check": check,
+    "granted": granted,
     "compiles": compiles,
     "cpu_kernels": cpu_kernels,
 }

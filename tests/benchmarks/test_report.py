@@ -7,6 +7,7 @@ import report_ceilings
 import report_ranks
 import report_scaling
 import report_sections
+import report_summary
 import report_targets
 
 PROVENANCE = {
@@ -122,6 +123,20 @@ def test_the_models_errors_are_summed_up():
     assert "forward 2 % in the median and 5 % at most" in lines[0]
     assert "backward 10 % in the median and 20 % at most" in lines[0]
     assert "| full | 8 | 2 | native | chosen |  | 600 | +1.0 % | 500 | -20.0 % |" in lines
+
+
+def test_what_the_model_grants_is_listed_for_each_strategy():
+    row = {"mask": "full", "tokens": 8, "ranks": 2}
+    rows = [
+        {**row, "strategy": name, "ran": {"forward": 100.0, "backward": 50.0},
+         "model": {"forward": forward, "backward": 51.0},
+         "with_measured_links": {"forward": 99.0, "backward": 49.0}}
+        for name, forward in (("magi_jax", 103.0), ("hybrid", 150.0))
+    ]  # fmt: skip
+    lines = report_scaling.granted({"rows": rows})
+    assert "| full | 8 | 2 | hybrid | 100 | +50 %, -1 % | 50 | +2 %, -2 % |" in lines
+    (line,) = report_summary.granted({"rows": rows})
+    assert line.endswith("magi_jax +2 to +3 %, hybrid +2 to +50 %")
 
 
 def test_what_sanitizers_report_is_counted_over_problems():
