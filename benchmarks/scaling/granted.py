@@ -17,7 +17,7 @@ from scaling.work import FLOPS_PER_PAIR, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, OURS
 
 
 def granted(args) -> None:
-    """Rates of the model beside those that `rivals.py` measured, over the usual links and the measured ones."""
+    """Rates of the model beside those that `rivals.py` measured, over usual links and measured ones."""
     _, timed = read_times(args.kernels)
     fitted, _ = fit_to(timed, all_work(args).pieces)
     rows = []
