@@ -7,7 +7,7 @@ from magi_jax import compiled_module
 
 ENGINES = ("compiled", "numpy")
 # Number of the contract with the compiled module; kInterface in xla_ffi/solver/binding.cc.
-INTERFACE = 6
+INTERFACE = 7
 _OTHER_ENGINE = 'engine="numpy": the same plans, more slowly'
 
 

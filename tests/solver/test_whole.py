@@ -80,6 +80,31 @@ def test_every_row_is_placed_once_and_tokens_are_equal(lengths, cp_size, per_nod
         assert tokens.max() - tokens.min() <= 1
 
 
+@given(
+    seed=st.integers(0, 1 << 32),
+    cp_size=st.sampled_from([2, 3, 8, 9, 24]),
+    per_rank=st.integers(3, 50),
+    most=st.sampled_from([3, 60, 700]),
+)
+@settings(max_examples=40, deadline=None)
+def test_engines_pack_alike(seed, cp_size, per_rank, most):
+    lengths = np.random.default_rng(seed).integers(1, most, per_rank * cp_size)
+    mask = masks.varlen(lengths, causal=True)
+    for limit in (LIMIT, 1.5):
+        compiled, twin = (
+            WholeDocuments(problem_of(mask, cp_size, engine=engine), limit)
+            for engine in ("compiled", "numpy")
+        )
+        for found, wanted in (
+            (compiled.on_ranks(), twin.on_ranks()),
+            (compiled.in_nodes(1), twin.in_nodes(1)),
+        ):
+            assert (found is None) == (wanted is None)
+            if found is not None:
+                np.testing.assert_array_equal(found.edges, wanted.edges)
+                np.testing.assert_array_equal(found.owner, wanted.owner)
+
+
 @pytest.mark.parametrize("kind", ["full", "causal"])
 @pytest.mark.parametrize("cp_size", [2, 8, 16])
 def test_many_short_documents_are_not_cut(cp_size, kind):

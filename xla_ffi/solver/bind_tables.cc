@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "xla_ffi/solver/arrays.h"
+#include "xla_ffi/solver/bins.h"
 #include "xla_ffi/solver/documents.h"
 #include "xla_ffi/solver/join.h"
 #include "xla_ffi/solver/runs.h"
@@ -142,6 +143,25 @@ py::tuple RunUnitNeeds(const Ints& slices, const Ints& edges) {
       FindNeeds(RowsOf<BandSlice>(slices), slices.size() / 6, edges.data(), edges.size() - 1);
   return py::make_tuple(Column(needs.area), Column(needs.rows), Column(needs.span_ptr),
                         Column(needs.reader), Table(needs.spans), Column(needs.total_rows));
+}
+
+// (documents [D] of one bin after the other, edges [N + 1], what each lacks of its weight [N] and
+// of its tokens [N]).
+py::tuple RunPackBins(const Ints& size, const Ints& weight, const Array<bool>& is_light,
+                      const Ints& tokens, int64_t share, bool settles) {
+  const int64_t count = size.size(), num_bins = tokens.size();
+  Require(weight.size() == count && is_light.size() == count && count <= INT32_MAX,
+          "arrays of documents do not fit together");
+  Require(num_bins > 0 && share > 0, "bins need room");
+  Bins bins({size.data(), weight.data(), is_light.data(), count}, tokens.data(), num_bins, share);
+  bins.Fill();
+  if (settles) bins.Settle();
+  std::vector<int64_t> documents, edges = {0};
+  for (const std::vector<int32_t>& held : bins.held()) {
+    documents.insert(documents.end(), held.begin(), held.end());
+    edges.push_back(static_cast<int64_t>(documents.size()));
+  }
+  return py::make_tuple(Column(documents), Column(edges), Column(bins.room()), Column(bins.left()));
 }
 
 // (edges [G + 1], area [G], long_slices [L]): see documents.h.
@@ -290,6 +310,7 @@ void BindTables(py::module_& m) {
   m.def("areas", &RunAreas);
   m.def("unit_needs", &RunUnitNeeds);
   m.def("document_groups", &RunGroupDocuments);
+  m.def("pack_bins", &RunPackBins);
   m.def("deal_runs", &RunDealRuns);
   m.def("split_by_part", &RunSplitByPart);
   m.def("write_ranges", &RunWriteRanges, py::arg("table").noconvert(), py::arg("rank"),

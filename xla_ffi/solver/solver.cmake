@@ -5,6 +5,7 @@ pybind11_add_module(_planner NO_EXTRAS
   xla_ffi/solver/bind_stages.cc
   xla_ffi/solver/bind_tables.cc
   xla_ffi/solver/binding.cc
+  xla_ffi/solver/bins.cc
   xla_ffi/solver/deal.cc
   xla_ffi/solver/documents.cc
   xla_ffi/solver/greedy.cc

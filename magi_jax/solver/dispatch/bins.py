@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from magi_jax.solver.engine import compiled
+
 # Documents of a bin, evenly spaced, of which sets change places: two at most, three where bins are few.
 FEW, FEW_BINS = 24, 8
 # Bins that one is tried with. Shares of a bin's weight: close enough; too far off to do it; and at most that
@@ -40,20 +42,37 @@ class Contents:
         size, weight: tokens and weight of each document ``[D]``.
         is_light: whether it is one of those that even tokens out ``[D]``.
         tokens: of each bin ``[N]``.
+        settles: whether to look for bins that have their tokens exactly.
+        engine: "numpy" or "compiled"; both pack alike.
     """
 
     def __init__(
-        self, size: np.ndarray, weight: np.ndarray, is_light: np.ndarray, tokens: np.ndarray
+        self,
+        size: np.ndarray,
+        weight: np.ndarray,
+        is_light: np.ndarray,
+        tokens: np.ndarray,
+        settles: bool,
+        engine: str = "numpy",
     ):
         self.size, self.weight, self.is_light = size, weight, is_light
         self.share = max(int(weight.sum()) // len(tokens), 1)
-        # What is left of every bin.
+        # What every bin lacks of its weight, and of its tokens.
         self.room = [self.share] * len(tokens)
         self.left = tokens.tolist()
         self.held: list[list[int]] = [[] for _ in tokens]
         self.known: dict[int, _Sets] = {}
+        if engine == "compiled":
+            pack = compiled().pack_bins
+            documents, edges, room, left = pack(size, weight, is_light, tokens, self.share, settles)
+            self.held = [part.tolist() for part in np.split(documents, edges[1:-1])]
+            self.room, self.left = room.tolist(), left.tolist()
+            return
+        self._fill()
+        if settles:
+            self._settle()
 
-    def fill(self) -> None:
+    def _fill(self) -> None:
         """Heaviest first, each to where most area is left; then those that even tokens out, to where most are
         missing.
         """
@@ -89,7 +108,7 @@ class Contents:
             sets = (mine[[given]], theirs[[got]])
             self._swap(at, partner, *(x[x >= 0].tolist() for x in sets))
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Brings one bin after the other to its tokens and its weight, then those that have tokens left over,
         and in the end evens weights out while tokens stay.
         """

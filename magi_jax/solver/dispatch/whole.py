@@ -86,7 +86,7 @@ class WholeDocuments:
     def _packed(self, tokens: np.ndarray, exactly: bool) -> Bins | None:
         if self.documents is None:
             return None
-        found = pack(self.documents, tokens, exactly, self.limit)
+        found = pack(self.documents, tokens, exactly, self.limit, self.problem.engine)
         if found is None:
             return None
         before = self.documents.rows.before
@@ -106,7 +106,9 @@ def _documents_of(problem: DispatchProblem) -> Documents | None:
     return Documents.of(RowAreas.of(problem.slices, edges), edges)
 
 
-def pack(documents: Documents, tokens: np.ndarray, exactly: bool, limit: float) -> Bins | None:
+def pack(
+    documents: Documents, tokens: np.ndarray, exactly: bool, limit: float, engine: str = "numpy"
+) -> Bins | None:
     """Whole documents in bins of so many ``tokens [N]`` and of equal area; None where some do not fit.
 
     Args:
@@ -114,6 +116,7 @@ def pack(documents: Documents, tokens: np.ndarray, exactly: bool, limit: float) 
         tokens: of each bin.
         exactly: look for bins that no document need be cut for, else for those of most equal area.
         limit: area of a bin over the mean that a single document may fill.
+        engine: "numpy" or "compiled"; both pack alike.
     """
     number = len(tokens)
     if number < 2 or len(documents.area) < FEWEST * number:
@@ -125,11 +128,8 @@ def pack(documents: Documents, tokens: np.ndarray, exactly: bool, limit: float) 
     most = int(weight.sum()) + SLACK * (limit - 1.0) * int(documents.area.sum())
     if number * int(weight.max()) > most or documents.size.max() > tokens.min():
         return None
-    contents = Contents(documents.size, weight, light, tokens)
-    contents.fill()
-    if exactly:
-        contents.settle()
-    else:
+    contents = Contents(documents.size, weight, light, tokens, exactly, engine)
+    if not exactly:
         contents.even_out()
     return _cut_evenly(documents, contents)
 
@@ -153,29 +153,34 @@ def _cut_evenly(documents: Documents, contents: Contents) -> Bins | None:
     """Rows of every bin; the lightest of bins with too many tokens go to those with too few. None where that
     takes more than the documents of a bin.
     """
-    begin, end = documents.table[:, 0].tolist(), documents.table[:, 1].tolist()
-    density = (documents.area / documents.size).tolist()
-    rows: list[tuple[int, int, int]] = []
+    document = np.concatenate([np.array(held, np.int64) for held in contents.held])
+    bins = np.repeat(np.arange(len(contents.held)), [len(held) for held in contents.held])
+    begin, end = documents.table[document, 0], documents.table[document, 1].copy()
+    density = (documents.area / documents.size)[document]
+    left = np.array(contents.left)
     spare: list[tuple[int, int]] = []
-    for i, held in enumerate(contents.held):
-        give = -contents.left[i]
-        for document in sorted(held, key=lambda d: (density[d], d)):
-            first, last = begin[document], end[document]
-            cut = min(max(give, 0), last - first)
+    for i in np.flatnonzero(left < 0).tolist():
+        give = -int(left[i])
+        mine = np.flatnonzero(bins == i)
+        for at in mine[np.lexsort((document[mine], density[mine]))].tolist():
+            cut = min(give, int(end[at] - begin[at]))
             if cut:
-                spare.append((last - cut, last))
+                spare.append((int(end[at]) - cut, int(end[at])))
+                end[at] -= cut
                 give -= cut
-            if first < last - cut:
-                rows.append((first, last - cut, i))
         if give > 0:
             return None
-    for i, need in enumerate(contents.left):
+    moved: list[tuple[int, int, int]] = []
+    for i in np.flatnonzero(left > 0).tolist():
+        need = int(left[i])
         while need > 0:
             first, last = spare.pop()
             taken = min(need, last - first)
-            rows.append((first, first + taken, i))
+            moved.append((first, first + taken, i))
             need -= taken
             if first + taken < last:
                 spare.append((first + taken, last))
-    table = np.array(sorted(rows, key=lambda row: (row[2], row[0])), np.int64)
-    return Bins(*table.T)
+    kept = np.stack([begin, end, bins], axis=1)[begin < end]
+    rows = np.concatenate([kept, np.array(moved, np.int64).reshape(-1, 3)])
+    rows = rows[np.lexsort((rows[:, 0], rows[:, 2]))]
+    return Bins(*rows.T)
