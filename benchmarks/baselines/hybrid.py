@@ -6,6 +6,7 @@ tokens and its area ask for, or a few times as large where that balances ranks b
 a solver. Groups are aligned, so that those of one size are the groups of one collective.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -78,14 +79,18 @@ class Level:
 
     Attributes:
         rows: local row of each row of the level, -1 = padding, ``[ranks, most rows]``.
+        place: the inverse: row of the level of each local row, -1 = of another level, ``[ranks, T]``.
         key_order: where each key, document after document, lies among the gathered ones, -1 = padding,
             ``[ranks, most keys]``.
+        key_place: the inverse, ``[ranks, gathered rows]``.
         table: kernel table, queries in rows of the level, keys in ``key_order``.
         size: static; ranks of a group.
     """
 
     rows: Any
+    place: Any
     key_order: Any
+    key_place: Any
     table: SliceTable
     size: int = field(metadata={"static": True})
 
@@ -134,25 +139,55 @@ class Hybrid(Strategy):
             keys = _pad([_key_order(at, rank, int(size), rows.shape[1]) for rank in range(len(at))])
             cells = _cells(problem, placement, int(size), at)
             table = tables.table(cells, self.num_ranks, rows.shape[1], keys.shape[1])
-            levels.append(Level(rows, keys, table, int(size)))
+            place, key_place = (
+                _inverse(rows, position.shape[1]),
+                _inverse(keys, int(size) * rows.shape[1]),
+            )
+            levels.append(Level(rows, place, keys, key_place, table, int(size)))
         return levels
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tables: Any) -> jax.Array:
         """See `Strategy.attend`."""
         ((axis, ranks),) = self.axes
-        out = jnp.zeros((*q.shape[:2], v.shape[2]), q.dtype)
+        outs = []
         for level in tables:
             groups = np.arange(ranks).reshape(-1, level.size).tolist()
             keys_values = []
             for x in (k, v):
-                mine = _take(x, level.rows)
+                mine = rearrange(x, level.rows, level.place)
                 if level.size > 1:
                     mine = jax.lax.all_gather(mine, axis, axis_index_groups=groups, tiled=True)
-                keys_values.append(_take(mine, level.key_order))
-            here = flex_flash_attention(_take(q, level.rows), *keys_values, level.table)
-            # Padding is written past the end, which is dropped.
-            out = out.at[jnp.where(level.rows < 0, q.shape[0], level.rows)].set(here, mode="drop")
-        return out
+                keys_values.append(rearrange(mine, level.key_order, level.key_place))
+            mine = rearrange(q, level.rows, level.place)
+            here = flex_flash_attention(mine, *keys_values, level.table)
+            outs.append(rearrange(here, level.place, level.rows))
+        return functools.reduce(jnp.add, outs)  # a row is of one level, the others have zeros
+
+
+@jax.custom_vjp
+def rearrange(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Rows ``index`` of ``x``, zeros where it is -1; no row twice, so that derivatives are taken likewise.
+
+    XLA would scatter them, which takes many times as long.
+
+    Args:
+        x: ``[S, N, H]``.
+        index: ``[T]``.
+        inverse: row of the result of each row of ``x``, -1 where it is not taken, ``[S]``.
+    """
+    del inverse
+    return _take(x, index)
+
+
+def _rearrange_forward(x: jax.Array, index: jax.Array, inverse: jax.Array):
+    return _take(x, index), inverse
+
+
+def _rearrange_backward(inverse: jax.Array, dy: jax.Array):
+    return _take(dy, inverse), None, None
+
+
+rearrange.defvjp(_rearrange_forward, _rearrange_backward)
 
 
 def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -204,6 +239,14 @@ def _key_order(at: list[np.ndarray], rank: int, size: int, most: int) -> np.ndar
     members = at[first : first + size]
     row = np.concatenate([i * most + np.arange(len(p)) for i, p in enumerate(members)])
     return row[np.argsort(np.concatenate(members))]
+
+
+def _inverse(index: np.ndarray, length: int) -> np.ndarray:
+    """Where each of ``length`` rows is in the index of its rank, -1 where it is not, ``[ranks, length]``."""
+    found = np.full((len(index), length), -1, np.int32)
+    rank, at = np.nonzero(index >= 0)
+    found[rank, index[rank, at]] = at
+    return found
 
 
 def _pad(rows: list[np.ndarray]) -> np.ndarray:
