@@ -70,3 +70,34 @@ def double_ring(
                 keys_values = rotate(keys_values, inner_axis, inner)
         keys_values = following
     return out.astype(q.dtype)
+
+
+@jax.custom_vjp
+def rearrange(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Rows ``index`` of ``x``, zeros where it is -1; no row twice, so that derivatives are taken likewise.
+
+    XLA would scatter them, which takes many times as long.
+
+    Args:
+        x: ``[S, N, H]``.
+        index: ``[T]``.
+        inverse: row of the result of each row of ``x``, -1 where it is not taken, ``[S]``.
+    """
+    del inverse
+    return _take(x, index)
+
+
+def _rearrange_forward(x: jax.Array, index: jax.Array, inverse: jax.Array):
+    return _take(x, index), inverse
+
+
+def _rearrange_backward(inverse: jax.Array, dy: jax.Array):
+    return _take(dy, inverse), None, None
+
+
+rearrange.defvjp(_rearrange_forward, _rearrange_backward)
+
+
+def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
+    kept = (rows >= 0).reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(kept, x[jnp.maximum(rows, 0)], 0)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from baselines import layouts, tables
+from baselines import collectives, layouts, tables
 from baselines.base import Problem, Strategy
 from magi_jax.masks import bands
 from magi_jax.ops import flex_flash_attention
@@ -140,8 +140,8 @@ class Hybrid(Strategy):
             cells = _cells(problem, placement, int(size), at)
             table = tables.table(cells, self.num_ranks, rows.shape[1], keys.shape[1])
             place, key_place = (
-                _inverse(rows, position.shape[1]),
-                _inverse(keys, int(size) * rows.shape[1]),
+                layouts.inverse(rows, position.shape[1]),
+                layouts.inverse(keys, int(size) * rows.shape[1]),
             )
             levels.append(Level(rows, place, keys, key_place, table, int(size)))
         return levels
@@ -154,45 +154,14 @@ class Hybrid(Strategy):
             groups = np.arange(ranks).reshape(-1, level.size).tolist()
             keys_values = []
             for x in (k, v):
-                mine = rearrange(x, level.rows, level.place)
+                mine = collectives.rearrange(x, level.rows, level.place)
                 if level.size > 1:
                     mine = jax.lax.all_gather(mine, axis, axis_index_groups=groups, tiled=True)
-                keys_values.append(rearrange(mine, level.key_order, level.key_place))
-            mine = rearrange(q, level.rows, level.place)
+                keys_values.append(collectives.rearrange(mine, level.key_order, level.key_place))
+            mine = collectives.rearrange(q, level.rows, level.place)
             here = flex_flash_attention(mine, *keys_values, level.table)
-            outs.append(rearrange(here, level.place, level.rows))
+            outs.append(collectives.rearrange(here, level.place, level.rows))
         return functools.reduce(jnp.add, outs)  # a row is of one level, the others have zeros
-
-
-@jax.custom_vjp
-def rearrange(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Rows ``index`` of ``x``, zeros where it is -1; no row twice, so that derivatives are taken likewise.
-
-    XLA would scatter them, which takes many times as long.
-
-    Args:
-        x: ``[S, N, H]``.
-        index: ``[T]``.
-        inverse: row of the result of each row of ``x``, -1 where it is not taken, ``[S]``.
-    """
-    del inverse
-    return _take(x, index)
-
-
-def _rearrange_forward(x: jax.Array, index: jax.Array, inverse: jax.Array):
-    return _take(x, index), inverse
-
-
-def _rearrange_backward(inverse: jax.Array, dy: jax.Array):
-    return _take(dy, inverse), None, None
-
-
-rearrange.defvjp(_rearrange_forward, _rearrange_backward)
-
-
-def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
-    kept = (rows >= 0).reshape(-1, *(1,) * (x.ndim - 1))
-    return jnp.where(kept, x[jnp.maximum(rows, 0)], 0)
 
 
 def _document_area(problem: Problem) -> np.ndarray:
@@ -239,14 +208,6 @@ def _key_order(at: list[np.ndarray], rank: int, size: int, most: int) -> np.ndar
     members = at[first : first + size]
     row = np.concatenate([i * most + np.arange(len(p)) for i, p in enumerate(members)])
     return row[np.argsort(np.concatenate(members))]
-
-
-def _inverse(index: np.ndarray, length: int) -> np.ndarray:
-    """Where each of ``length`` rows is in the index of its rank, -1 where it is not, ``[ranks, length]``."""
-    found = np.full((len(index), length), -1, np.int32)
-    rank, at = np.nonzero(index >= 0)
-    found[rank, index[rank, at]] = at
-    return found
 
 
 def _pad(rows: list[np.ndarray]) -> np.ndarray:

@@ -92,3 +92,11 @@ def unshard(x: np.ndarray, layout: Layout) -> np.ndarray:
     result = np.zeros((layout.seq_len, *x.shape[1:]), x.dtype)
     result[index[index >= 0]] = np.asarray(x)[index >= 0]
     return result
+
+
+def inverse(index: np.ndarray, length: int) -> np.ndarray:
+    """Where each of ``length`` rows is in the index of its rank, -1 where it is not, ``[ranks, length]``."""
+    found = np.full((len(index), length), -1, np.int32)
+    rank, at = np.nonzero(index >= 0)
+    found[rank, index[rank, at]] = at
+    return found

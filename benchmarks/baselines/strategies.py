@@ -103,20 +103,22 @@ class AllGather(Strategy):
         return tables.all_keys(problem.mask, self.layout(problem))
 
     def tables(self, problem: Problem) -> Any:
-        """Kernel tables, and where each global key lies among the gathered ones."""
+        """Kernel tables, where each global key lies among the gathered ones, and the inverse of that."""
         layout = self.layout(problem)
         place = layouts.positions(layout)
         made = tables.table(self.cells(problem), self.num_ranks, place.shape[1], problem.mask.k_len)
-        index = place.ravel()
-        order = np.empty(problem.mask.k_len, np.int32)
-        order[index[index >= 0]] = np.flatnonzero(index >= 0)
-        return made, np.tile(order, (self.num_ranks, 1))
+        key_of_row = place.reshape(1, -1)
+        order = layouts.inverse(key_of_row, problem.mask.k_len)
+        both = order, key_of_row.astype(np.int32)
+        return made, *(np.tile(index, (self.num_ranks, 1)) for index in both)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tables: Any) -> jax.Array:
         """See `Strategy.attend`."""
-        table, order = tables
+        table, *order = tables
         ((axis, _),) = self.axes
-        k, v = (jax.lax.all_gather(x, axis, tiled=True)[order] for x in (k, v))
+        k, v = (
+            collectives.rearrange(jax.lax.all_gather(x, axis, tiled=True), *order) for x in (k, v)
+        )
         return collectives.flex_flash_attention(q, k, v, table)
 
 
