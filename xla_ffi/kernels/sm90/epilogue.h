@@ -151,7 +151,7 @@ struct Epilogue {
   static __device__ __forceinline__ bool JoinPieces(const KernelParams& params,
                                                     const TileNote& tile, int row_in_tile,
                                                     RowResults& results, float (&o)[kCount]) {
-    Partials<Traits> partials(params.split, tile);
+    Partials<Traits> partials(params.split, tile, Partners<Traits>(params));
     const int cuts = tile.Cuts();
     if (!partials.Leave(tile.Piece(), cuts, results.weights, results.lse_log2, o)) return false;
     partials.Join(cuts, results.lse_log2, o);

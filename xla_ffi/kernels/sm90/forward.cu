@@ -73,6 +73,13 @@ int PackLog2(const Problem& problem) {
   return log2;
 }
 
+// Thread blocks that share keys: two where a table tile has an even number of tiles, but in calls
+// that are too short for what it takes them to meet.
+int NumPartners(const Problem& problem) {
+  const bool is_even = problem.tile_size / (kBlockM >> PackLog2(problem)) % 2 == 0;
+  return is_even && problem.k_len > kFewKeys ? 2 : 1;
+}
+
 bool IsAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 KernelParams MakeKernelParams(const ForwardParams& forward) {
@@ -106,7 +113,10 @@ KernelParams MakeKernelParams(const ForwardParams& forward) {
   const int pack = 1 << params.pack_log2;
   params.num_kv_heads = problem.num_kv_heads;
   params.parts_per_group = problem.num_heads / problem.num_kv_heads / pack;
-  params.parts_per_tile = problem.tile_size / (kBlockM / pack);
+  params.tile_tokens = kBlockM / pack;
+  params.partners = NumPartners(problem);
+  params.item_tokens = params.partners * params.tile_tokens;
+  params.parts_per_tile = problem.tile_size / params.item_tokens;
   params.table_tile_size = problem.tile_size;
   const int64_t kv_head_bytes =
       int64_t{2} * problem.k_len * (problem.head_dim + problem.v_head_dim);
@@ -127,7 +137,13 @@ cudaError_t PlanSplits(const ForwardParams& forward, void* scratch, int num_bloc
       reinterpret_cast<int32_t*>(bytes + kArrivalsOffset),
       reinterpret_cast<float2*>(bytes + kLseOffset),
       reinterpret_cast<float4*>(bytes + kLseOffset + most_pieces * kPieceLseBytes)};
-  const SplitPlanParams plan = {split, block_keys, num_blocks, most_pieces, forward.accumulates};
+  const int partners = params->partners;
+  const SplitPlanParams plan = {split,
+                                block_keys,
+                                num_blocks / partners,
+                                most_pieces / partners,
+                                most_pieces * kSplitWarps,
+                                forward.accumulates};
   const int threads = std::max(128, (params->by_query.num_tiles + 31) / 32 * 32);
   MakeSplitPlan<<<1, threads, 0, stream>>>(*params, plan);
   params->counter = split.counter;
@@ -172,8 +188,8 @@ void DescribeForward(const Problem& problem, char* text, size_t size) {
   const char* name = found == nullptr ? "none" : found->name;
   if (found != nullptr && found->few_keys_name != nullptr && TakesFewKeys(problem))
     name = found->few_keys_name;
-  std::snprintf(text, size, "%s, %d heads x %d tokens a tile", name, 1 << PackLog2(problem),
-                kBlockM >> PackLog2(problem));
+  std::snprintf(text, size, "%s, %d heads x %d tokens a tile%s", name, 1 << PackLog2(problem),
+                kBlockM >> PackLog2(problem), NumPartners(problem) > 1 ? ", in pairs" : "");
 }
 
 cudaError_t Forward(const ForwardParams& forward, void* scratch, cudaStream_t stream) {
@@ -190,14 +206,16 @@ cudaError_t Forward(const ForwardParams& forward, void* scratch, cudaStream_t st
   if (MaySplit(problem) && !params.transform && forward.row_max == nullptr) {
     error = PlanSplits(forward, scratch, num_sms, instantiation->block_keys, &params, stream);
     if (error != cudaSuccess) return error;
-    return instantiation->launch(forward, params, num_sms, stream);
+    return instantiation->launch(forward, params, num_sms / params.partners * params.partners,
+                                 stream);
   }
-  const int grid = std::min(params.num_work, num_sms);
+  const int workers = std::min(params.num_work, num_sms / params.partners);
+  const int grid = workers * params.partners;
   // Clearing the counter costs as much as a tenth of a call of 1024 tokens. Without it a block of
   // the grid that must wait for a multiprocessor does all its tiles late, so long calls always have
   // it.
-  const bool is_fixed = problem.k_len <= kFewKeys && params.num_work <= kFixedRounds * grid;
-  if (params.num_work > grid && !is_fixed) {
+  const bool is_fixed = problem.k_len <= kFewKeys && params.num_work <= kFixedRounds * workers;
+  if (params.num_work > workers && !is_fixed) {
     params.counter = static_cast<int*>(scratch);
     error = cudaMemsetAsync(scratch, 0, sizeof(int), stream);
     if (error != cudaSuccess) return error;

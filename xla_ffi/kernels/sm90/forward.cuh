@@ -26,7 +26,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<SharedStorage<Traits>*>(shared_bytes);
 
+  const int partners = Partners<Traits>(params);
+  const int readers = partners * Traits::kConsumerWarps * kArrivals;
   if (threadIdx.x == 0) {
+    for (int i = 0; i < kAnswers; ++i) {
+      BarrierInit(&shared.answer_full[i], 1);
+      BarrierInit(&shared.answer_empty[i], 1);
+    }
     for (int i = 0; i < kNotes; ++i) {
       BarrierInit(&shared.note_full[i], 32);
       BarrierInit(&shared.note_empty[i], kArrivals);
@@ -37,16 +43,20 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     for (int i = 0; i < Traits::kStages; ++i) {
       BarrierInit(&shared.k_full[i], 1);
-      BarrierInit(&shared.k_empty[i], Traits::kConsumerWarps * kArrivals);
+      BarrierInit(&shared.k_empty[i], readers);
       BarrierInit(&shared.v_full[i], 1);
-      BarrierInit(&shared.v_empty[i], Traits::kConsumerWarps * kArrivals);
+      BarrierInit(&shared.v_empty[i], readers);
     }
     BarrierInitFence();
     PrefetchTensorMap(&q_map);
     PrefetchTensorMap(&k_map);
     PrefetchTensorMap(&v_map);
   }
-  __syncthreads();
+  if (partners == 1) {
+    __syncthreads();
+  } else {
+    ClusterSync();
+  }
 
   if (threadIdx.x < 128) {
     LowerRegisters<Traits::kProducerRegisters>();
@@ -58,6 +68,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   } else {
     RaiseRegisters<Traits::kConsumerRegisters>();
     Consumer<Traits>(params, shared).Work();
+  }
+  // A partner may still arrive at barriers here.
+  if (partners > 1) {
+    __syncwarp();
+    ClusterSync();
   }
 }
 
@@ -79,10 +94,10 @@ cudaError_t LaunchKernel(const ForwardParams& forward, const KernelParams& param
                                     Traits::kHeadDim, 64 / pack, pack);
   if (error != cudaSuccess) return error;
   error = MakeTensorMap(&k_map, kType, k, k_rows, problem.num_kv_heads, Traits::kHeadDim,
-                        Traits::kBlockN, 1);
+                        Traits::kBlockN / params.partners, 1);
   if (error != cudaSuccess) return error;
   error = MakeTensorMap(&v_map, kType, v, k_rows, problem.num_kv_heads, Traits::kVHeadDim,
-                        Traits::kBlockN, 1);
+                        Traits::kBlockN / params.partners, 1);
   if (error != cudaSuccess) return error;
 
   constexpr int kSharedBytes = sizeof(SharedStorage<Traits>);
@@ -90,9 +105,17 @@ cudaError_t LaunchKernel(const ForwardParams& forward, const KernelParams& param
   error = cudaFuncSetAttribute(ForwardKernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                kSharedBytes);
   if (error != cudaSuccess) return error;
-  ForwardKernel<Traits>
-      <<<grid, Traits::kThreads, kSharedBytes, stream>>>(q_map, k_map, v_map, params);
-  return cudaGetLastError();
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid);
+  config.blockDim = dim3(Traits::kThreads);
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(params.partners), 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = params.partners > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, ForwardKernel<Traits>, q_map, k_map, v_map, params);
 }
 
 template <typename Traits>
@@ -109,8 +132,9 @@ cudaError_t LaunchForward(const ForwardParams& forward, const KernelParams& para
 template <typename Traits, typename Few>
 cudaError_t LaunchForward(const ForwardParams& forward, const KernelParams& params, int grid,
                           cudaStream_t stream) {
-  return TakesFewKeys(forward.problem) ? LaunchKernel<Whole<Few>>(forward, params, grid, stream)
-                                       : LaunchForward<Traits>(forward, params, grid, stream);
+  return TakesFewKeys(forward.problem)
+             ? LaunchKernel<Single<Whole<Few>>>(forward, params, grid, stream)
+             : LaunchForward<Traits>(forward, params, grid, stream);
 }
 
 }  // namespace magi_jax::sm90

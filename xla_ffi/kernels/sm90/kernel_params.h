@@ -49,7 +49,8 @@ struct ForwardTraits {
   static constexpr int kShortKeys = (kBlockN / 2 + 15) / 16 * 16;
   // A thread's sum over its columns of a block up to which no probability is too large for PV.
   static constexpr float kMostLazySum = std::is_same_v<Element, __half> ? 0x1p15f : 0x1p60f;
-  static constexpr bool kTransform = false;                        // logits need TransformLogits
+  static constexpr bool kPairs = true;       // thread blocks may share keys in pairs
+  static constexpr bool kTransform = false;  // logits need TransformLogits
   static constexpr bool kSplits = kHeadDim >= kLeastSplitHeadDim;  // walks may be cut
   static constexpr Turns kTurns = kTurnsT;
 
@@ -71,7 +72,7 @@ struct ForwardTraits {
   static constexpr int kKBytes = kBlockN * kRowBytes * kChunks;
   static constexpr int kVBytes = kBlockN * kRowBytes * kVChunks;
 
-  static_assert(kBlockN % 8 == 0, "swizzle atoms have 8 rows");
+  static_assert(kBlockN % 16 == 0, "half of a block is swizzle atoms of 8 rows");
   static_assert(kHeadDim % 16 == 0 && kVHeadDim % 32 == 0 && kBlockN % 16 == 0);
 };
 
@@ -85,6 +86,12 @@ struct Transforming : Traits {
 template <typename Traits>
 struct Whole : Traits {
   static constexpr bool kSplits = false;
+};
+
+// The same for calls whose thread blocks never share keys.
+template <typename Traits>
+struct Single : Traits {
+  static constexpr bool kPairs = false;
 };
 
 // What the walker tells about a block of keys.
@@ -103,6 +110,7 @@ enum BlockFlags : int32_t {
 constexpr int kMaxInlineSlices = 16;  // of a note of the backward
 constexpr int kNoteSlices = 8;        // of a note of the forward
 constexpr int kNotes = 8;             // how many blocks the walker may be ahead of the consumers
+constexpr int kAnswers = 4;  // how many tiles a pair's first walker may be ahead of the second's
 
 struct alignas(16) BlockHeader {
   int32_t key_start, flags;
@@ -146,6 +154,8 @@ struct SharedStorage {
   alignas(1024) uint8_t v[Traits::kStages][Traits::kVBytes];   // [chunk][kBlockN rows]
   BlockNote notes[kNotes];
   uint64_t note_full[kNotes], note_empty[kNotes];
+  int answers[kAnswers];  // what the first walker of a pair tells the second
+  uint64_t answer_full[kAnswers], answer_empty[kAnswers];
   uint64_t q_full[Traits::kQStages], q_empty[Traits::kQStages];
   uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
@@ -175,10 +185,20 @@ struct KernelParams {
   int parts_per_group;  // tiles that cover the heads of one group
   int parts_per_tile;   // work items that cover the tokens of one table tile
   int table_tile_size;
+  // Thread blocks that take neighbouring tiles of one item and share its keys, 1 or 2. In a pair
+  // each loads half of a block of keys, for both.
+  int partners;
+  int tile_tokens, item_tokens;  // of one of them, of all
   int num_kv_heads, section_kv_heads;
   int num_work;
   SplitScratch split;  // whose plan is null: no walk is cut, and the above says what is dealt out
 };
+
+// What `partners` is in kernels of one kind.
+template <typename Traits>
+__device__ __forceinline__ int Partners(const KernelParams& params) {
+  return Traits::kPairs ? params.partners : 1;
+}
 
 // What the runs [first, end) of a tile cover together.
 struct TileExtent {

@@ -97,8 +97,14 @@ struct Loader {
                                            uint64_t* barrier, int kv_head, int key) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      CopyBox(destination + chunk * Traits::kBlockN * Traits::kRowBytes, &map, barrier,
-              chunk * kChunk, kv_head, key, kEvictLast);
+      uint8_t* const rows = destination + chunk * Traits::kBlockN * Traits::kRowBytes;
+      if (Partners<Traits>(params) == 1) {
+        CopyBox(rows, &map, barrier, chunk * kChunk, kv_head, key, kEvictLast);
+      } else {
+        const int first = ClusterRank() * (Traits::kBlockN / 2);
+        CopyBoxToPair(rows + first * Traits::kRowBytes, &map, barrier, chunk * kChunk, kv_head,
+                      key + first, kEvictLast);
+      }
     }
   }
 };

@@ -353,11 +353,24 @@ struct Consumer {
     if (kEveryLaneArrives || threadIdx.x % 32 == 0) BarrierArrive(barrier);
   }
 
+  // The same for operands that partners share: lane i tells partner i.
+  __device__ __forceinline__ void ReleaseShared(uint64_t* barrier) {
+    if constexpr (!Traits::kPairs) {
+      Release(barrier);
+    } else if constexpr (kEveryLaneArrives) {
+      for (int rank = 0; rank < params.partners; ++rank) ClusterArrive(barrier, rank);
+    } else {
+      __syncwarp();
+      const int lane = threadIdx.x % 32;
+      if (lane < params.partners) ClusterArrive(barrier, lane);
+    }
+  }
+
   __device__ __forceinline__ void FinishPV() {
     PinRegisters(o);
     PinRegisters(p);
     // `blocks` counts the next block already.
-    Release(&shared.v_empty[SlotOf<Traits::kStages>(blocks - 2)]);
+    ReleaseShared(&shared.v_empty[SlotOf<Traits::kStages>(blocks - 2)]);
   }
 
   __device__ __forceinline__ void ReleaseQueries() {
@@ -366,7 +379,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void ReleaseKeys() {
-    Release(&shared.k_empty[SlotOf<Traits::kStages>(blocks)]);
+    ReleaseShared(&shared.k_empty[SlotOf<Traits::kStages>(blocks)]);
     ++blocks;
   }
 };

@@ -15,9 +15,12 @@ class Partials {
   static constexpr int kCount = Traits::kVHeadDim / 2;  // outputs of a thread
   static constexpr int kVectors = kCount / 4;
 
-  __device__ __forceinline__ Partials(const SplitScratch& scratch, const TileNote& tile)
+  __device__ __forceinline__ Partials(const SplitScratch& scratch, const TileNote& tile,
+                                      int partners)
       : scratch_(scratch),
-        first_place_(tile.FirstPlace()),
+        first_place_(tile.FirstPlace() * partners),
+        partners_(partners),
+        rank_(partners > 1 ? ClusterRank() : 0),
         warp_(threadIdx.x / 32 - 4),
         lane_(threadIdx.x % 32) {}
 
@@ -35,7 +38,7 @@ class Partials {
     __threadfence();
     __syncwarp();
     int arrived = 0;
-    if (lane_ == 0) arrived = atomicAdd(scratch_.arrivals + first_place_ * kSplitWarps + warp_, 1);
+    if (lane_ == 0) arrived = atomicAdd(scratch_.arrivals + Place(0), 1);
     arrived = __shfl_sync(0xFFFFFFFF, arrived, 0);
     __threadfence();
     return arrived == cuts - 1;
@@ -94,7 +97,7 @@ class Partials {
   }
 
   __device__ __forceinline__ int Place(int piece) const {
-    return (first_place_ + piece) * kSplitWarps + warp_;
+    return (first_place_ + piece * partners_ + rank_) * kSplitWarps + warp_;
   }
 
   __device__ __forceinline__ float2* Lse(int piece) const {
@@ -106,7 +109,7 @@ class Partials {
   }
 
   const SplitScratch& scratch_;
-  const int first_place_, warp_, lane_;
+  const int first_place_, partners_, rank_, warp_, lane_;
 };
 
 }  // namespace magi_jax::sm90

@@ -58,6 +58,47 @@ __device__ __forceinline__ void ProxyFence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// --- pairs: clusters of two thread blocks, which reach each other's shared memory ---
+
+__device__ __forceinline__ uint32_t ClusterRank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Where `pointer`, to shared memory, leads in thread block `rank` of the cluster. A thread block
+// that was launched without a cluster is rank 0 of its own.
+__device__ __forceinline__ uint32_t ClusterAddress(const void* pointer, uint32_t rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(SharedAddress(pointer)), "r"(rank));
+  return address;
+}
+
+// Arrives at the barrier at the same place in thread block `rank`. Not as .release.cluster, which
+// is compiled to a fence of all memory: what is given back here was read by products that have been
+// waited for.
+__device__ __forceinline__ void ClusterArrive(uint64_t* barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(ClusterAddress(barrier, rank))
+               : "memory");
+}
+
+// Stores a word in thread block `rank`; its 4 bytes count towards the phase of `barrier` there.
+__device__ __forceinline__ void ClusterStore(int* place, uint64_t* barrier, uint32_t rank,
+                                             int value) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+          ClusterAddress(place, rank)),
+      "r"(value), "r"(ClusterAddress(barrier, rank))
+      : "memory");
+}
+
+// All threads of the cluster.
+__device__ __forceinline__ void ClusterSync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // --- named barriers, for turns between the consumer warpgroups ---
 
 __device__ __forceinline__ void NamedBarrierSync(int id, int threads) {

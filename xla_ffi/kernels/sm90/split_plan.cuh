@@ -13,9 +13,10 @@ namespace magi_jax::sm90 {
 
 struct SplitPlanParams {
   SplitScratch scratch;
-  int block_keys;  // of a block
-  int num_blocks;  // of the grid
-  int most_pieces;
+  int block_keys;    // of a block
+  int num_blocks;    // of the grid
+  int most_pieces;   // of items
+  int arrivals;      // that are counted
   bool skips_empty;  // tiles without runs are not dealt out
 };
 
@@ -85,8 +86,7 @@ __global__ void __launch_bounds__(kMostSplitTiles)
   if (rank <= kCutClasses) begin[rank] = rank < kCutClasses ? INT_MAX : 0;
   if (rank == 0) active_tiles = 0;
   auto* const arrivals = reinterpret_cast<int4*>(plan.scratch.arrivals);
-  for (int i = rank; i < plan.most_pieces * kSplitWarps / 4; i += blockDim.x)
-    arrivals[i] = make_int4(0, 0, 0, 0);
+  for (int i = rank; i < plan.arrivals / 4; i += blockDim.x) arrivals[i] = make_int4(0, 0, 0, 0);
   const TileLength length(params, rank, plan.block_keys);
   const int blocks_from_here = SumFromHere(length.blocks, warp_sums);
   if (rank == 0) all_blocks = blocks_from_here;

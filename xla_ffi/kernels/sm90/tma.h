@@ -87,6 +87,19 @@ __device__ __forceinline__ void CopyBox(void* destination, const CUtensorMap* ma
       : "memory");
 }
 
+// The same to both thread blocks of a pair, at the same place in each.
+__device__ __forceinline__ void CopyBoxToPair(void* destination, const CUtensorMap* map,
+                                              uint64_t* barrier, int column, int head, int row,
+                                              uint64_t hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::"
+      "cluster.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %7, %6;" ::"r"(
+          SharedAddress(destination)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(column), "r"(head), "r"(row), "l"(hint),
+      "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+
 }  // namespace magi_jax::sm90
 
 #endif  // MAGI_JAX_XLA_FFI_KERNELS_SM90_TMA_H_

@@ -43,7 +43,7 @@ struct Walker {
   uint32_t blocks = 0;  // handed over
 
   WorkTile tile;
-  int last_token;              // of the tile, inside the sequence
+  int first_walked;            // token of the item: partners walk the keys of all its rows
   bool has_note;               // a block of this tile is written down and not handed over
   int keys_before, keys_left;  // of its runs, to be skipped and to be walked
   Run run;                     // from `begin` to `end` it is walked
@@ -55,17 +55,17 @@ struct Walker {
 
   // Walks all tiles of this block of the grid.
   __device__ void Work() {
-    TileScheduler<Traits::kSplits> scheduler;
-    const int tokens_per_tile = Traits::kBlockM >> params.pack_log2;
-    while (scheduler.HasWork(params)) {
-      tile = scheduler.Tile(params, tokens_per_tile);
+    TileScheduler<Traits> scheduler(params, shared);
+    while (scheduler.HasWork()) {
+      tile = scheduler.Tile();
       if (params.accumulates && params.row_max == nullptr && HasNoRuns()) {
-        scheduler.LeaveSection(params);  // tiles are ordered by their work
+        scheduler.LeaveSection();  // tiles are ordered by their work
       } else if (tile.note.token < params.q_len) {
-        last_token = min(tile.note.token + tokens_per_tile, params.q_len) - 1;
+        first_walked = tile.note.token;
+        if (Partners<Traits>(params) > 1) tile.note.token += ClusterRank() * params.tile_tokens;
         WalkTile();
       }
-      scheduler.Advance(params);
+      scheduler.Advance();
     }
     WaitForNote();
     if (lane == 0) shared.notes[SlotOf<kNotes>(blocks)].header.flags = 0;
@@ -73,6 +73,13 @@ struct Walker {
   }
 
  private:
+  // The last token of the sequence before `end`.
+  __device__ __forceinline__ int LastBefore(int end) const { return min(end, params.q_len) - 1; }
+
+  __device__ __forceinline__ int LastToken() const {
+    return LastBefore(tile.note.token + params.tile_tokens);
+  }
+
   __device__ __forceinline__ bool IsPiece() const { return Traits::kSplits && tile.note.IsPiece(); }
 
   __device__ __forceinline__ bool HasNoRuns() const {
@@ -159,7 +166,8 @@ struct Walker {
     const int index = run.ids_begin + 32 * chunk + lane;
     mine.Clear();
     if (index >= run.ids_end) return;
-    mine.Cut(SliceOf(index), tile.note.token, last_token);
+    const int first = Traits::kPairs ? first_walked : tile.note.token;
+    mine.Cut(SliceOf(index), first, LastBefore(first + params.item_tokens));
   }
 
   // First key at or after `key` that some row of the tile sees, or INT_MAX.
@@ -230,7 +238,7 @@ struct Walker {
   // What the tile will be merged with, to L2: by its end nobody should wait for memory.
   __device__ __forceinline__ void PrefetchEarlier() const {
     const uint32_t bytes = Traits::kVHeadDim * sizeof(float) << params.pack_log2;
-    for (int row = tile.note.token + lane; row <= last_token; row += 32) {
+    for (int row = tile.note.token + lane; row <= LastToken(); row += 32) {
       const int64_t index = static_cast<int64_t>(row) * params.num_heads + tile.note.Head();
       PrefetchBulk(static_cast<const float*>(params.out) + index * Traits::kVHeadDim, bytes);
     }
@@ -249,7 +257,7 @@ struct Walker {
   // Stores that follow each other closely: other warps have nothing to do meanwhile.
   __device__ __forceinline__ void ClearTile(int words, int row_words) const {
     const int pack = 1 << params.pack_log2;
-    const int count = last_token - tile.note.token + 1;
+    const int count = LastToken() - tile.note.token + 1;
     auto* const out = static_cast<uint4*>(params.out) +
                       static_cast<int64_t>(tile.note.token) * row_words +
                       words / pack * tile.note.Head();
@@ -266,7 +274,7 @@ struct Walker {
   __device__ __forceinline__ void FillRows(float* rows) const {
     const int pack = 1 << params.pack_log2;
     rows += static_cast<int64_t>(tile.note.token) * params.num_heads + tile.note.Head();
-    for (int i = lane; i < (last_token - tile.note.token + 1) * pack; i += 32) {
+    for (int i = lane; i < (LastToken() - tile.note.token + 1) * pack; i += 32) {
       rows[static_cast<int64_t>(i >> params.pack_log2) * params.num_heads + (i & (pack - 1))] =
           -INFINITY;
     }
