@@ -47,7 +47,7 @@ NODES = PlanConfig(
     [
         (2, (3, 2), "balanced", ((30, 33),)),
         (4, (1, 2), "zigzag", "never"),
-        (2, ((FAR, NEAR, FAR), (NEAR, FAR)), "lpt", "never"),
+        (2, ((FAR, NEAR, FAR), (FAR, NEAR)), "lpt", "never"),
         (4, ((NEAR, FAR), (NEAR, FAR, NEAR)), "lpt", ((30, 33),)),
     ],
 )

@@ -11,7 +11,7 @@ from magi_jax.solver import dispatch
 from magi_jax.solver.cost import schedule, timeline
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.cost.model import CostModel
-from magi_jax.solver.overlap.choose_stages import NEAR_STAGES, choose_stages
+from magi_jax.solver.overlap.choose_stages import BACKWARD_ORDERS, FORWARD_ORDERS, choose_stages
 from magi_jax.solver.overlap.stage_times import CompiledTimes, Kind, NumpyTimes
 from magi_jax.solver.overlap.travelling import Ranges, split_slices
 from magi_jax.solver.work.find_work import Keys, find_work, traffic
@@ -124,7 +124,8 @@ def test_engines_predict_the_same_times(name):
             kinds = [(1, False), (2, False), (4, False), (3, True), (4, True)]
             kinds = [Kind(*kind, two_level) for kind in kinds]
             if two_level:
-                kinds += [Kind(len(near), False, True, near) for near in NEAR_STAGES]
+                orders = FORWARD_ORDERS + BACKWARD_ORDERS
+                kinds += [Kind(len(near), False, True, near) for near in orders]
             for kind in kinds:
                 assert compiled.times_us(kind) == pytest.approx(twin.times_us(kind), rel=1e-12)
                 staged = [times.staged(kind) for times in (compiled, twin)]

@@ -60,7 +60,7 @@ class CostModel:
     memory_gbps: float = 9200.0
     latency_us: float = 45.0
     launch_us: float = 70.0
-    backward_launch_us: float = 200.0
+    backward_launch_us: float = 140.0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

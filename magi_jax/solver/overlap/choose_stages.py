@@ -18,12 +18,11 @@ LIKELY = 1.1
 # leaves them open.
 Settled = int | tuple[bool, ...] | None
 Counts = tuple[Settled, Settled]
-# Stages of rows of own nodes, which need not cross, beside those of all other rows: the first are there while
-# others cross, the last leave others time to cross on their way back.
+# Orders of stages of rows of own nodes, which need not cross, and of those of all other rows, by direction: the
+# first are there while others cross, the last leave others time to cross on their way back.
 NEAR, FAR = True, False
-NEAR_STAGES = (
-    (NEAR, FAR), (NEAR, NEAR, FAR), (NEAR, FAR, FAR), (NEAR, FAR, NEAR), (NEAR, FAR, FAR, NEAR),
-)  # fmt: skip
+FORWARD_ORDERS = ((NEAR, FAR), (NEAR, NEAR, FAR), (NEAR, FAR, FAR))
+BACKWARD_ORDERS = ((FAR, NEAR), (NEAR, FAR, FAR), (NEAR, FAR, FAR, NEAR))
 # Where the first of these takes so many times the least, the others are not looked at.
 CLOSE = 1.05
 
@@ -62,9 +61,9 @@ def choose_stages(
     """Predicts stages from their exact slices and takes the fastest, for each direction by itself.
 
     Tried are 1 to `MOST_STAGES` straight stages of equal size, then turned ones (`remote.split_stages`)
-    in the best of these numbers, or in the largest where one was best; in two steps `NEAR_STAGES` too. Rows
-    take the way, in one step or in two, whose transfers take less time; where they take nearly the same,
-    all is tried for both.
+    in the best of these numbers, or in the largest where one was best; in two steps `FORWARD_ORDERS` or
+    `BACKWARD_ORDERS` too. Rows take the way, in one step or in two, whose transfers take less time; where they
+    take nearly the same, all is tried for both.
 
     Args:
         work: what one layout asks for.
@@ -147,7 +146,8 @@ def _choose(
                 best = _least(times_us).stages
                 predict(Kind(MOST_STAGES if best == 1 else best, True, two_level))
             if settled is None and not vain and two_level and _has_both(predictor.work, machine):
-                first, *others = (Kind(len(near), False, True, near) for near in NEAR_STAGES)
+                orders = BACKWARD_ORDERS if backward else FORWARD_ORDERS
+                first, *others = (Kind(len(near), False, True, near) for near in orders)
                 predict(first)
                 if times_us[first] <= CLOSE * min(times_us.values()):
                     for kind in others:
