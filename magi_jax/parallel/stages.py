@@ -61,7 +61,11 @@ class Stages:
         q, k, v, sinks = operands
         options = self._kernel_options() | {"with_row_max": self.with_max_logits}
         attend = self.implementation.forward
-        comm, late_tables = self._of_one_call((plan.comm, plan.late), q, plan.calc)
+        comm, late_tables = plan.comm, plan.late
+        # One of XLA's own collectives may serve two calls with equal keys; tied here too, the transfers of
+        # both passes would be merged on CPUs, where barriers go early.
+        if self.transport.start_cast is not None:
+            comm, late_tables = self._of_one_call((comm, late_tables), q, plan.calc)
         remote = Fetches(self._link, (k, v), comm)
         late = self._late(late_tables)
         of_late_keys = late.fetch((k, v)) if late else None
