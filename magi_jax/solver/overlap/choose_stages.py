@@ -18,8 +18,8 @@ LIKELY = 1.1
 # leaves them open.
 Settled = int | tuple[bool, ...] | None
 Counts = tuple[Settled, Settled]
-# Orders of stages of rows of own nodes, which need not cross, and of those of all other rows, by direction: the
-# first are there while others cross, the last leave others time to cross on their way back.
+# Orders of stages of rows of own nodes, which need not cross, and of those of all other rows, by direction:
+# the first are there while others cross, the last leave others time to cross on their way back.
 NEAR, FAR = True, False
 FORWARD_ORDERS = ((NEAR, FAR), (NEAR, NEAR, FAR), (NEAR, FAR, FAR))
 BACKWARD_ORDERS = ((FAR, NEAR), (NEAR, FAR, FAR), (NEAR, FAR, FAR, NEAR))
@@ -62,8 +62,8 @@ def choose_stages(
 
     Tried are 1 to `MOST_STAGES` straight stages of equal size, then turned ones (`remote.split_stages`)
     in the best of these numbers, or in the largest where one was best; in two steps `FORWARD_ORDERS` or
-    `BACKWARD_ORDERS` too. Rows take the way, in one step or in two, whose transfers take less time; where they
-    take nearly the same, all is tried for both.
+    `BACKWARD_ORDERS` too. Rows take the way, in one step or in two, whose transfers take less time; where
+    they take nearly the same, all is tried for both.
 
     Args:
         work: what one layout asks for.
