@@ -7,7 +7,6 @@ from pathlib import Path
 import magi_jax
 from magi_jax.explain import FORMS, advice, load_mask
 from magi_jax.plan import PlanConfig, make_plan
-from magi_jax.plan.plot import plot_plan
 from magi_jax.solver.cost.model import CostModel
 from magi_jax.solver.dispatch.strategies import STRATEGIES
 
@@ -93,7 +92,7 @@ def _explain(flags: argparse.Namespace) -> int:
     if not flags.no_picture:
         flags.out.parent.mkdir(parents=True, exist_ok=True)
         try:
-            plot_plan(plan, flags.out, report)
+            plan.plot(flags.out, report)
         except ImportError as error:
             raise ImportError(f"{error}, or say --no-picture") from None
         print(f"picture: {flags.out}")

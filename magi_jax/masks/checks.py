@@ -76,8 +76,9 @@ def integers(name: str, value: Any, ndim: int = 1) -> np.ndarray:
         return np.zeros((0,) + (2,) * (ndim - 1), np.int64)
     if array.ndim != ndim:
         wanted = "one axis" if ndim == 1 else f"{ndim} axes"
-        each = "; a batch has a mask for each sequence" if ndim == 1 and array.ndim == 2 else ""
-        raise ValueError(f"{name} must have {wanted}; got shape {array.shape}{each}")
+        hints = {0: f"; [{value}] is a list of one", 2: "; a batch has a mask for each sequence"}
+        hint = hints.get(array.ndim, "") if ndim == 1 else ""
+        raise ValueError(f"{name} must have {wanted}; got shape {array.shape}{hint}")
     if not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"{name} must be integers; got dtype {array.dtype}")
     if array.dtype == np.uint64 and array.max(initial=0) > np.iinfo(np.int64).max:

@@ -128,15 +128,16 @@ class AttentionPlan:
             mask: the mask that was planned; with it the report has lower bounds and the gap to them.
 
         Raises:
-            ValueError: the plan is traced, stacked or local.
+            ValueError: the plan is traced, stacked or local, or ``mask`` is not the one that was planned.
         """
         return make_report(self, cost_model, ranks_per_node, mask)
 
-    def plot(self, path: str | PathLike) -> None:
-        """Draws the mask coloured by owner, the area of each rank and the traffic between ranks.
+    def plot(self, path: str | PathLike, report: PlanReport | None = None) -> None:
+        """Draws the mask coloured by owner, the area of each rank, the traffic between ranks and timelines.
 
         Args:
             path: file to write; its suffix chooses the format.
+            report: of this plan, where other rates than the default ones shall predict its timelines.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -145,7 +146,7 @@ class AttentionPlan:
         require_concrete(self, "plot")
         if self.spec.keys != OWN_KEYS:
             raise ValueError("plot() draws self-attention; the keys of this plan are other tokens")
-        plot_plan(self, path)
+        plot_plan(self, path, report)
 
     def fingerprint(self) -> str:
         """A hash of all tables and sizes, 32 hex digits: equal on processes that planned the same.

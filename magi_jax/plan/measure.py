@@ -49,7 +49,7 @@ def make_report(
 
     Raises:
         ValueError: the plan is traced, stacked or local, so that there are no tables to count; its nodes
-            are others; or bounds are asked for of cross-attention.
+            are others; or bounds are asked for of cross-attention or of another mask.
     """
     require_concrete(plan, "report")
     cp_size = plan.cp_size
@@ -89,6 +89,10 @@ def make_report(
     if report.is_cross:
         raise ValueError(
             "lower bounds are of self-attention; the keys of this plan are other tokens"
+        )
+    if mask.area != (planned := int(report.rank_area.sum())):
+        raise ValueError(
+            f"mask is another one: it shows {mask.area} pairs, the plan computes {planned}"
         )
     return replace(report, bounds=_bounds(plan, mask, report.imbalance, per_node))
 

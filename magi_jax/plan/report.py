@@ -10,9 +10,9 @@ from magi_jax.solver.cost.timeline import Timeline
 from magi_jax.solver.dispatch.bounds import Bounds, gap
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PlanReport:
-    """Counts of one plan; ``print`` shows them as a table.
+    """Counts of one plan, shown as a table.
 
     Attributes:
         seq_len: tokens of the sequence.
@@ -194,7 +194,7 @@ class PlanReport:
         text = f"{_span(rows)} rows into each rank, {rows.sum():,} in all, {way}"
         return (("between nodes", text),)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         area = self.rank_area
         lines = [
             ("tokens", f"{self.seq_len:,} on {self.cp_size} ranks, {_span(self.tokens)} each"),

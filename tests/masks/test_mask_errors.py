@@ -71,6 +71,10 @@ def test_overlap_names_both_slices_and_a_cell():
         (lambda: masks.varlen([3, -1]), r"lengths\[1\] = -1 is negative"),
         (lambda: masks.varlen([[3]]), r"lengths must have one axis; got shape \(1, 1\)"),
         (
+            lambda: masks.uniform_block_causal(42, 4),
+            r"must have one axis; got shape \(\); \[42\] is",
+        ),
+        (
             lambda: masks.from_segment_ids([[1, 1]]),
             r"got shape \(1, 2\); a batch has a mask for each",
         ),

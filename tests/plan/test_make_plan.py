@@ -290,6 +290,8 @@ def test_reports_have_bounds_and_a_gap_when_given_the_mask():
     assert 0 < report.bounds.rank_rows <= worst
     assert report.bounds.imbalance <= report.imbalance
     assert report.gap == worst / report.bounds.rank_rows - 1
-    assert "lower bounds" in str(report)
+    assert "lower bounds" in repr(report)
+    with pytest.raises(ValueError, match=r"another one: it shows \d+ pairs, the plan computes \d+"):
+        plan.report(mask=masks.full(mask.q_len - 1))
     full = AttnMask.from_slices([(0, 1024)], [(0, 1024)], 0, 1024)
     assert make_plan(full, 4).report(mask=full).gap == 0.0
