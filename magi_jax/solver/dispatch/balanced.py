@@ -6,7 +6,7 @@ rank's rows, received or sent, and the worst node's rows are brought down while 
 a limit. The same problem always gets the same answer. See docs/planner.md.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from magi_jax.solver.dispatch.numpy_placement import NumpyPlacement
 from magi_jax.solver.dispatch.problem import Assignment, DispatchProblem
 from magi_jax.solver.dispatch.regular import contiguous, zigzag
 from magi_jax.solver.dispatch.runs import FEW_SLICES, runs
+from magi_jax.solver.dispatch.score import Score, meets_bounds, score_of
 from magi_jax.solver.dispatch.split_chunks import COARSE_SHARE, FINENESS
 from magi_jax.solver.dispatch.starts import Site, dealt, greedy_starts, node_first_starts
 from magi_jax.solver.dispatch.units import Units, fixed_units, make_units
@@ -30,13 +31,6 @@ from magi_jax.solver.engine import check_engine, compiled
 
 # Starting points which cannot be mended in the time at hand are not tried.
 MAX_START_IMBALANCE = 1.25
-# A regular placement is taken without a search when it is this close to its bounds.
-SETTLED_IMBALANCE = 1.002
-SETTLED_GAP = 1.001
-# How much a whole sequence's rows, summed over ranks, count beside the worst rank's.
-TOTAL_WEIGHT = 0.01
-# How steeply imbalance beyond the limit raises the cost of a placement.
-OVERLOAD_COST = 200.0
 # Runs whose ranks receive more than so many times what they must are compared with chunks in any case.
 FAR_FROM_BOUND = 3.0
 # Fixed time of a proposed exchange, in spans.
@@ -75,7 +69,7 @@ def balanced(problem: DispatchProblem) -> Assignment:
             known = min((cost for cost, _ in found), default=np.inf)
             score, owner = _search(starts, placement, units, problem, known)
         else:
-            score = _score(placement.measure(owner), problem.cp_size)
+            score = score_of(placement.measure(owner), problem.cp_size)
         placed = Assignment(units.edges, owner[: len(units.chunk)].astype(np.int64))
         found.append((_final_cost(score, problem), placed))
         splittable = units.area.max() > COARSE_SHARE * units.area.sum() / problem.cp_size
@@ -89,7 +83,7 @@ class _Runs(NamedTuple):
 
     cost: float
     placed: Assignment
-    score: "_Score"
+    score: Score
     units: Units
 
     def are_good_enough(self, problem: DispatchProblem) -> bool:
@@ -97,7 +91,7 @@ class _Runs(NamedTuple):
         effort, cp_size = effort_of(problem), problem.cp_size
         tokens = -(-int(problem.edges[-1]) // cp_size)
         most = int(self.units.need_rows.max())
-        if self.move_little(problem) or _meets_bounds(self.score, most, tokens, node_size(problem)):
+        if self.move_little(problem) or meets_bounds(self.score, most, tokens, node_size(problem)):
             return True
         if self.cut_a_band(problem):
             return True
@@ -128,7 +122,7 @@ def _placed_runs(problem: DispatchProblem, per_node: int) -> _Runs | None:
     for placed in _placed_at_once(problem, per_node):
         units = fixed_units(problem, placed.edges, problem.engine)
         placement = make_placement(units, problem.cp_size, per_node)
-        score = _score(placement.measure(placed.owner.astype(np.int32)), problem.cp_size)
+        score = score_of(placement.measure(placed.owner.astype(np.int32)), problem.cp_size)
         found = _Runs(_final_cost(score, problem), placed, score, units)
         best = found if best is None or found.cost < best.cost else best
         if best.move_little(problem):
@@ -148,7 +142,7 @@ def _placed_at_once(problem: DispatchProblem, per_node: int) -> Iterator[Assignm
         yield placed
 
 
-def _final_cost(score: "_Score", problem: DispatchProblem) -> float:
+def _final_cost(score: Score, problem: DispatchProblem) -> float:
     """What finished placements are compared by."""
     effort = effort_of(problem)
     return score.cost(effort.area_limit, effort.overload_cost)
@@ -193,29 +187,6 @@ def _expand(assignment: Assignment, units: Units, problem: DispatchProblem) -> n
     return np.concatenate([assignment.owner[units.chunk], blanks]).astype(np.int32)
 
 
-class _Score(NamedTuple):
-    """What a placement costs: rows of the worst rank and node and of all ranks, and imbalance."""
-
-    rank_rows: int
-    node_rows: int
-    total_rows: int
-    imbalance: float
-
-    def cost(self, area_limit: float, overload_cost: float = OVERLOAD_COST) -> float:
-        rows = self.rank_rows + self.node_rows + TOTAL_WEIGHT * self.total_rows
-        return (rows + 1) * (1 + overload_cost * max(self.imbalance - area_limit, 0.0))
-
-
-def _score(loads: Sequence[np.ndarray], cp_size: int) -> _Score:
-    rows, area = loads
-    return _Score(
-        rank_rows=int(rows[: 2 * cp_size].max()),
-        node_rows=int(rows[2 * cp_size :].max()),
-        total_rows=int(rows[:cp_size].sum()),
-        imbalance=float(area.max() / area.mean()),
-    )
-
-
 def _settled(
     starts: list[np.ndarray], placement: Any, units: Units, problem: DispatchProblem
 ) -> np.ndarray | None:
@@ -223,31 +194,13 @@ def _settled(
     most, tokens = int(units.need_rows.max()), units.slots * units.slot
     if most <= tokens:
         return None
-    scores = [_score(placement.measure(owner), problem.cp_size) for owner in starts]
+    scores = [score_of(placement.measure(owner), problem.cp_size) for owner in starts]
     fit = [
         (score.total_rows, i)
         for i, score in enumerate(scores)
-        if _meets_bounds(score, most, tokens, node_size(problem))
+        if meets_bounds(score, most, tokens, node_size(problem))
     ]
     return starts[min(fit)[1]] if fit else None
-
-
-def _meets_bounds(score: _Score, most: int, tokens: int, per_node: int) -> bool:
-    """Whether a placement is balanced, and moves as few rows to the worst rank and node as any can.
-
-    Args:
-        score: of the placement.
-        most: rows that some row or unit sees.
-        tokens: of a rank.
-        per_node: ranks of a node.
-    """
-    rank_bound, node_bound = most - tokens, max(most - tokens * per_node, 0)
-    return (
-        rank_bound > 0
-        and score.imbalance <= SETTLED_IMBALANCE
-        and score.rank_rows <= SETTLED_GAP * rank_bound
-        and score.node_rows <= SETTLED_GAP * node_bound
-    )
 
 
 def _search(
@@ -256,7 +209,7 @@ def _search(
     units: Units,
     problem: DispatchProblem,
     known: float = np.inf,
-) -> tuple[_Score, np.ndarray]:
+) -> tuple[Score, np.ndarray]:
     """Probes all starting points, then searches from the best, unless that will not cost less than ``known``,
     the cost of another placement.
     """
@@ -273,9 +226,9 @@ def _search(
             temperature,
             effort.period,
         )
-        return _score(loads, cp_size), owner
+        return score_of(loads, cp_size), owner
 
-    def cost(found: tuple[_Score, np.ndarray]) -> float:
+    def cost(found: tuple[Score, np.ndarray]) -> float:
         return found[0].cost(effort.area_limit, effort.overload_cost)
 
     site = Site(units, cp_size, node_size(problem), placement_maker(problem.engine))
