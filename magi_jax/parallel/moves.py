@@ -181,8 +181,7 @@ def _automatic_entries(region, leaf, spec, name):
     if spec is None:
         raise ValueError(
             f"{name}: the sharding of an array of shape {leaf.shape} over the automatic mesh axes"
-            f" {others} is"
-            " not known here: pass spec=, a PartitionSpec (P() if it is replicated over them)"
+            f" {others} is not known here: pass spec=, a PartitionSpec (P() if it is replicated over them)"
         )
     entries = [regions.as_tuple(entry) for entry in spec]
     regions.check_axes(

@@ -253,9 +253,8 @@ def _check_heads(region, specs, q, k):
     shards = _product(region, specs.heads)
     if k.shape[-2] % shards:
         raise ValueError(
-            f"k has {k.shape[-2]} heads (q has {q.shape[-2]}), which the {shards} shards of mesh"
-            " axes"
-            f" {specs.heads} do not divide"
+            f"k has {k.shape[-2]} heads (q has {q.shape[-2]}), which the {shards} shards of mesh axes"
+            f" {specs.heads} do not divide; where kv heads are fewer, repeat them first"
         )
 
 

@@ -46,8 +46,7 @@ def random_problem(rng, length, *, lead=(), heads=4, kv_heads=2, dim=8, v_dim=6)
 
 
 def expected(problem, mask, *, sinks=True, **options):
-    """The answer in float64 for one sequence; without sinks, ``dlse`` counts only where lse is"
-    " finite."""
+    """The answer in float64 for one sequence; without sinks, ``dlse`` counts only where lse is finite."""
     q, k, v, sink_logits, dout, dlse = problem
     options["sinks"] = sink_logits if sinks else None
     dense = mask.dense()

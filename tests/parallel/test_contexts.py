@@ -1,5 +1,4 @@
-"""`dist_attention` wherever a user may call it from: equal to the float64 oracle in every"
-" context."""
+"""`dist_attention` wherever a user may call it from: equal to the float64 oracle in every context."""
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +63,7 @@ def test_inside_a_shard_map(check_vma, plan_spec, rng):
 
 
 def test_gradient_taken_inside_a_shard_map(rng):
-    """The loss is a psum there; the sinks are replicated, so their gradient is summed over"
-    " ranks."""
+    """The loss is a psum there; the sinks are replicated, so their gradient is summed over ranks."""
     mask = some_mask(rng)
     plan = make_plan(mask, 4, CONFIG)
     problem = random_problem(rng, SIZE)
@@ -101,8 +99,7 @@ def test_gradient_taken_inside_a_shard_map(rng):
 
 
 def batch_problem(rng, batch, kind, mesh):
-    """A batch on a dp x cp x tp mesh, with its natural shardings, and one mask for each"
-    " sequence."""
+    """A batch on a dp x cp x tp mesh, with its natural shardings, and one mask for each sequence."""
     problem = random_problem(rng, SIZE, lead=(batch,))
     tensor = NamedSharding(mesh, P("dp", "cp", "tp"))
 
