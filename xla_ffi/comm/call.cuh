@@ -54,49 +54,8 @@ __device__ void ForEachRow(const PieceTable& table, const Extents& extents, Ente
   }
 }
 
-// Writes zeros to a row of a cast's results, all lanes of a warp together.
-__device__ inline void ClearRow(const Move& move, int64_t row) {
-  const int lane = threadIdx.x % kWarpSize;
-  for (int i = 0; i < move.num_leaves; ++i) {
-    const uint32_t bytes = move.leaves[i].row_bytes;
-    char* const to = static_cast<char*>(move.leaves[i].result) + row * bytes;
-    if (bytes % 16 == 0) {
-      auto* const vectors = reinterpret_cast<uint4*>(to);
-      for (uint32_t k = lane; k < bytes / 16; k += kWarpSize) vectors[k] = uint4{};
-    } else {
-      for (uint32_t k = lane; k < bytes; k += kWarpSize) to[k] = 0;
-    }
-  }
-}
-
 struct CastMap {
-  // Once all rows are entered those that nobody sends become zero, while block 0 meets the peers: a
-  // rank that comes early has done it when they come, and keeps none of them waiting.
   static constexpr bool kHasGaps = true;
-  __device__ static void FillGaps(const Move& move) {
-    constexpr int kBatch = 4;  // looked up together, by each lane
-    const int first_block = gridDim.x > 1 ? 1 : 0;
-    if (static_cast<int>(blockIdx.x) < first_block) return;
-    const int block_warps = blockDim.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const int warp = (blockIdx.x - first_block) * block_warps + threadIdx.x / kWarpSize;
-    const int64_t step = int64_t{kBatch * kWarpSize} * block_warps * (gridDim.x - first_block);
-    const int64_t rows = move.map.rows;
-    for (int64_t base = int64_t{kBatch * kWarpSize} * warp; base < rows; base += step) {
-      int32_t peers[kBatch];
-#pragma unroll
-      for (int u = 0; u < kBatch; ++u) {
-        const int64_t row = base + u * kWarpSize + lane;
-        peers[u] = row < rows ? move.map.row_of[row] : kElsewhere;
-      }
-#pragma unroll
-      for (int u = 0; u < kBatch; ++u) {
-        const unsigned gaps = __ballot_sync(~0u, peers[u] == kNobody);
-        for (unsigned left = gaps; left != 0; left &= left - 1) {
-          ClearRow(move, base + u * kWarpSize + __ffs(static_cast<int>(left)) - 1);
-        }
-      }
-    }
-  }
   __device__ static void Clear(const Meeting&, const RowMap& map) {
     Set(map.row_of, map.rows, kNobody);
   }
@@ -108,10 +67,13 @@ struct CastMap {
       if (stays) map.row_of[piece.dst_row + offset] = kElsewhere;
     });
   }
+  __device__ static bool IsGap(const Meeting&, const RowMap& map, int64_t row) {
+    return map.row_of[row] == kNobody;
+  }
+  __device__ static const PieceTable& Table(const Meeting& meeting) { return meeting.recv; }
 };
 
 struct ReduceMap {
-  static constexpr bool kHasGaps = false;  // sums of no parts are written with the others
   __device__ static void Clear(const Meeting& meeting, const RowMap& map) {
     Set(map.seen, int64_t{SeenWords(meeting.extents.cp_size)} * map.rows, 0u);
   }
@@ -122,7 +84,79 @@ struct ReduceMap {
       atomicOr(&map.seen[SeenIndex(piece, offset, map)], bit);
     });
   }
+  __device__ static bool IsGap(const Meeting& meeting, const RowMap& map, int64_t row) {
+    uint32_t seen = 0;
+    for (int word = 0; word < SeenWords(meeting.extents.cp_size); ++word)
+      seen |= map.seen[int64_t{word} * map.rows + row];
+    return seen == 0;
+  }
+  __device__ static const PieceTable& Table(const Meeting& meeting) { return meeting.send; }
 };
+
+struct SumMap : ReduceMap {
+  static constexpr bool kHasGaps = true;
+};
+
+// Rows without parts have an lse of their own, and are written with the others.
+struct LseMap : ReduceMap {
+  static constexpr bool kHasGaps = false;
+};
+
+// Writes zeros to a row of all results, all lanes of a warp together.
+__device__ inline void ClearRow(const Move& move, int64_t row) {
+  const int lane = threadIdx.x % kWarpSize;
+  for (int i = 0; i < move.num_leaves; ++i) {
+    const auto bytes = static_cast<uint32_t>(move.leaves[i].result_bytes / move.map.rows);
+    char* const to = static_cast<char*>(move.leaves[i].result) + row * bytes;
+    if (bytes % 16 == 0) {
+      auto* const vectors = reinterpret_cast<uint4*>(to);
+      for (uint32_t k = lane; k < bytes / 16; k += kWarpSize) vectors[k] = uint4{};
+    } else {
+      for (uint32_t k = lane; k < bytes; k += kWarpSize) to[k] = 0;
+    }
+  }
+}
+
+// Once all rows are entered those that nobody sends become zero, while block 0 meets the peers: a
+// rank that comes early has done it when they come, and keeps none of them waiting.
+template <class Map>
+__device__ void FillGaps(const Meeting& meeting, const Move& move) {
+  constexpr int kBatch = 4;  // looked up together, by each lane
+  const int first_block = gridDim.x > 1 ? 1 : 0;
+  if (static_cast<int>(blockIdx.x) < first_block) return;
+  const int block_warps = blockDim.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int warp = (blockIdx.x - first_block) * block_warps + threadIdx.x / kWarpSize;
+  const int64_t step = int64_t{kBatch * kWarpSize} * block_warps * (gridDim.x - first_block);
+  const int64_t rows = move.map.rows;
+  for (int64_t base = int64_t{kBatch * kWarpSize} * warp; base < rows; base += step) {
+    bool is_gap[kBatch];
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      const int64_t row = base + u * kWarpSize + lane;
+      is_gap[u] = row < rows && Map::IsGap(meeting, move.map, row);
+    }
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      for (unsigned left = __ballot_sync(~0u, is_gap[u]); left != 0; left &= left - 1) {
+        ClearRow(move, base + u * kWarpSize + __ffs(static_cast<int>(left)) - 1);
+      }
+    }
+  }
+}
+
+// Whether this rank has rows to bring in besides those that another kernel copies. All threads of a
+// block together, with the same result in all blocks.
+template <class Map>
+__device__ bool HasRows(const Meeting& meeting, const Move& move) {
+  const PieceTable& table = Map::Table(meeting);
+  bool any = false;
+  for (int i = threadIdx.x; i < table.num_pieces; i += blockDim.x) {
+    const Piece piece = table.pieces[i];
+    const Span span = InsideSpan(piece, meeting.extents);
+    any |= span.begin < span.end && !(move.own_rows > 0 && piece.peer == meeting.rank);
+  }
+  return __syncthreads_or(static_cast<int>(any)) != 0;
+}
 
 // What blocks need at different times.
 union CallShared {
@@ -143,7 +177,13 @@ __device__ void RunCall(const Meeting& meeting, const Move& move, CallShared& sh
   if (blockIdx.x == 0) Enter(meeting, shared.digests);
   if constexpr (Map::kHasGaps) {
     AwaitBlocks(meeting, 2);
-    Map::FillGaps(move);
+    FillGaps<Map>(meeting, move);
+    // Who waits for a peer does not keep SMs that attention beside it can have.
+    if (blockIdx.x != 0 && !HasRows<Map>(meeting, move)) {
+      Arrive(meeting);
+      Arrive(meeting);
+      return;
+    }
   }
   Arrive(meeting);
   AwaitBlocks(meeting, 3);

@@ -153,8 +153,7 @@ __device__ void StreamLeaf(const Meeting& meeting, const Leaf& leaf, const Sourc
   auto* result = static_cast<Sum*>(leaf.result);
   const uint32_t lane = threadIdx.x % 32;
   Sum sums[kLaneVectors][kElements];
-  // Rows without parts come in between the parts of others: `sums` is not theirs.
-  const auto store = [&](uint32_t row, uint32_t begin, uint32_t bytes, bool is_empty) {
+  const auto store = [&](uint32_t row, uint32_t begin, uint32_t bytes) {
 #pragma unroll
     for (int k = 0; k < kLaneVectors; ++k) {
       const uint32_t i = k * 32 + lane;
@@ -164,7 +163,7 @@ __device__ void StreamLeaf(const Meeting& meeting, const Leaf& leaf, const Sourc
         Total total;
 #pragma unroll
         for (int e = 0; e < 16 / static_cast<int>(sizeof(Sum)); ++e) {
-          total.values[e] = is_empty ? Sum{} : sums[k][t * (16 / sizeof(Sum)) + e];
+          total.values[e] = sums[k][t * (16 / sizeof(Sum)) + e];
         }
         if (i * 16 < bytes) reinterpret_cast<Total*>(result + first)[t] = total;
       }
@@ -190,9 +189,8 @@ __device__ void StreamLeaf(const Meeting& meeting, const Leaf& leaf, const Sourc
             sums[k][e] = Add(sums[k][e], ToSum(part.values[e]));
           }
         }
-        if (note.last) store(note.row, note.begin, bytes, false);
-      },
-      [&](uint32_t row, uint32_t begin, uint32_t bytes) { store(row, begin, bytes, true); });
+        if (note.last) store(note.row, note.begin, bytes);
+      });
 }
 
 template <class T, class Sum>
@@ -222,8 +220,8 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ CallShared shared;
   Ring ring(ring_memory);
   if (move.stream) ring.Initialize();
-  RunCall<ReduceMap>(meeting, move, shared,
-                     [&] { SumLeaves<T, Sum>(meeting, move, shared.sources[0], ring); });
+  RunCall<SumMap>(meeting, move, shared,
+                  [&] { SumLeaves<T, Sum>(meeting, move, shared.sources[0], ring); });
 }
 
 using SumKernel = void (*)(Meeting, Move);
@@ -312,8 +310,8 @@ __device__ void MergeLeaves(const Meeting& meeting, const Move& move, Sources& o
 __global__ void __launch_bounds__(kThreads)
     ReduceLseKernel(const __grid_constant__ Meeting meeting, const __grid_constant__ Move move) {
   __shared__ CallShared shared;
-  RunCall<ReduceMap>(meeting, move, shared,
-                     [&] { MergeLeaves(meeting, move, shared.sources[0], shared.sources[1]); });
+  RunCall<LseMap>(meeting, move, shared,
+                  [&] { MergeLeaves(meeting, move, shared.sources[0], shared.sources[1]); });
 }
 
 }  // namespace

@@ -78,11 +78,10 @@ class Ring {
 // Walks over segments of the rows of a leaf, dealt out to the warps of the grid. A cursor
 // `make_cursor(row, valid)` says which parts a row has: `peer` (-1 = no more), its `part_row`, and
 // `Advance()`; each lane has one for a segment of its own. `address(peer, part_row)` is a part's.
-// `consume(memory, note, bytes)` gets the parts in order, `empty(row, begin, bytes)` the segments
-// without any.
-template <class MakeCursor, class Address, class Consume, class Empty>
+// `consume(memory, note, bytes)` gets the parts in order.
+template <class MakeCursor, class Address, class Consume>
 __device__ void StreamRows(Ring& ring, uint32_t rows, uint32_t row_bytes, MakeCursor make_cursor,
-                           Address address, Consume consume, Empty empty) {
+                           Address address, Consume consume) {
   FenceAsyncProxy();  // parts were written by ordinary stores
   const uint32_t segments = (row_bytes + kSlotBytes - 1) / kSlotBytes;
   const uint32_t total = rows * segments;
@@ -101,19 +100,18 @@ __device__ void StreamRows(Ring& ring, uint32_t rows, uint32_t row_bytes, MakeCu
     const uint32_t own = base + lane;
     const uint32_t own_row = own / segments, own_begin = own % segments * kSlotBytes;
     auto cursor = make_cursor(own_row, own < total);
-    const uint32_t count = min(32u, total - base);
-    for (uint32_t i = 0; i < count; ++i) {
+    for (unsigned left = __ballot_sync(~0u, cursor.peer >= 0); left != 0; left &= left - 1) {
+      const int i = __ffs(static_cast<int>(left)) - 1;
       const uint32_t row = __shfl_sync(~0u, own_row, i);
       const uint32_t begin = __shfl_sync(~0u, own_begin, i);
       bool any = false;
       for (int32_t peer; (peer = __shfl_sync(~0u, cursor.peer, i)) >= 0; any = true) {
         const int32_t part_row = __shfl_sync(~0u, cursor.part_row, i);
-        if (lane == i) cursor.Advance();
+        if (static_cast<int>(lane) == i) cursor.Advance();
         const bool last = __shfl_sync(~0u, cursor.peer, i) < 0;
         if (ring.IsFull()) consume_one();
         ring.Produce(address(peer, part_row) + begin, bytes_at(begin), {row, begin, !any, last});
       }
-      if (!any) empty(row, begin, bytes_at(begin));
     }
   }
   while (!ring.IsEmpty()) consume_one();
