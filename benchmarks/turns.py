@@ -43,14 +43,15 @@ def ratio(first: list[float], other: list[float]) -> tuple[float, float]:
     """Time of the first over that of another, and by how much this may be off (standard error).
 
     Each turn of the other is compared with the turns of the first before and after it; the mean is of these
-    without the tenth that is least and the tenth that is greatest: now and then a card stalls for a third of a
-    call.
+    without the tenth that is least and the tenth that is greatest: now and then a card stalls.
     """
     around = itertools.pairwise(first)
     each = sorted((a + b) / 2 / x for (a, b), x in zip(around, other, strict=True))
     cut = math.ceil(len(each) / 10) if len(each) > 2 else 0
     kept = each[cut : len(each) - cut]
-    return statistics.mean(kept), statistics.stdev(kept) / math.sqrt(len(kept))
+    # Those that are left out count as the outermost that are not.
+    spread = statistics.stdev([kept[0]] * cut + kept + [kept[-1]] * cut)
+    return statistics.mean(kept), spread * math.sqrt(len(each)) / len(kept)
 
 
 def means(times: Times) -> dict[str, dict[str, float]]:
