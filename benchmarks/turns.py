@@ -47,7 +47,7 @@ def ratio(first: list[float], other: list[float]) -> tuple[float, float]:
     """
     around = itertools.pairwise(first)
     each = sorted((a + b) / 2 / x for (a, b), x in zip(around, other, strict=True))
-    cut = math.ceil(len(each) / 10) if len(each) > 2 else 0
+    cut = math.ceil(len(each) / 10) if len(each) > 4 else 0
     kept = each[cut : len(each) - cut]
     # Those that are left out count as the outermost that are not.
     spread = statistics.stdev([kept[0]] * cut + kept + [kept[-1]] * cut)
