@@ -33,6 +33,7 @@ constexpr int64_t kMostSumWords = (int64_t{32} << 20) / sizeof(float4);
 // numbers of slices for which a mask may be documents.
 constexpr int kSumSlots = 64, kMostDocuments = 4096, kLongestMeanDocument = 2048;
 constexpr size_t kCounterBytes = 128;  // of scratch, before the rest
+using Documents = BackwardTraits<__nv_bfloat16, 2 * kChunk, 2 * kChunk, false, false, false, true>;
 
 struct BackwardInstantiation {
   DType dtype;
@@ -157,7 +158,7 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
     params.document_counter = params.counter + kDocumentItemsTaken;
     // dQ itself is not used then.
     params.query_sums = reinterpret_cast<uint8_t*>(scratch + at.dq_sum);
-    const size_t slot_bytes = sizeof(float) * BlockQueries(problem.head_dim) * problem.head_dim;
+    constexpr size_t slot_bytes = Documents::kConsumers * Documents::kGradientBytes;
     params.sum_slots = static_cast<int>(
         std::min<size_t>(QueryGradientBytes(problem) / (slot_bytes * kDocumentBlocks), kSumSlots));
   }

@@ -49,8 +49,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       BarrierInit(&shared.dq_empty[i], Traits::kOrdered ? Traits::kProducerArrivals : 1);
       BarrierInit(&shared.sums_full[i], 1);
     }
-    for (int i = 0; i < Traits::kConsumers; ++i)
-      BarrierInit(&shared.ds_empty[i], Traits::kGroupArrivals);
     if constexpr (Traits::kPaired) {
       BarrierInit(&shared.pair.full, Traits::kGroupArrivals);
       BarrierInit(&shared.pair.empty, Traits::kGroupArrivals);

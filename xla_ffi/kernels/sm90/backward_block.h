@@ -239,6 +239,14 @@ struct BlockConsumer {
     const int lane_column = thread % 4 * 2;
     rows[0].Clear();
     rows[1].Clear();
+    if constexpr (Traits::kDocuments) {
+      // One slice, which leaves nothing where it does not touch the block.
+      const Slice slice = note.slices[0];
+#pragma unroll
+      for (int row = 0; row < 2; ++row)
+        rows[row].Add(slice, keys[row], block.query_start, lane_column);
+      return;
+    }
     const bool inline_slices = block.num_slices >= 0;
     const int count = inline_slices ? block.num_slices : -block.num_slices;
     for (int i = 0; i < count; ++i) {

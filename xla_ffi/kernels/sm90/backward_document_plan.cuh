@@ -8,8 +8,9 @@
 
 namespace magi_jax::sm90 {
 
-constexpr int kDocumentsPerSm = 4;  // a thread block's share is at least so many items
-constexpr int kItemLengths = 4;     // classes of items, the longest dealt out first
+constexpr int kDocumentsPerSm = 4;  // a mask may be documents where each SM could have so many
+constexpr int kItemsPerShare = 2;   // an item is at most one of so many parts of a block's share
+constexpr int kItemLengths = 32;    // classes of items, the longest dealt out first
 
 struct DocumentStats {
   unsigned long long all_blocks;  // of one head
@@ -19,7 +20,7 @@ struct DocumentStats {
   // Blocks of an item, where a document may be split by heads.
   __device__ __forceinline__ int ItemBlocks(const BackwardKernelParams& params) const {
     const int64_t share = static_cast<int64_t>(all_blocks) * params.num_heads / kDocumentBlocks;
-    return static_cast<int>(max(share / kDocumentsPerSm, int64_t{longest}));
+    return static_cast<int>(max(share / kItemsPerShare, int64_t{longest}));
   }
 };
 
@@ -84,11 +85,9 @@ __device__ void PlanDocuments(const BackwardKernelParams& params, const Divisors
   if (threadIdx.x < kItemLengths) counts[threadIdx.x] = 0;
   for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads) params.parts[tile] = 1;
   __syncthreads();
-  // Of an item of `blocks`: class 0 has more than half of the limit.
   const auto length_of = [&](int blocks) {
-    int length = 0;
-    while (length + 1 < kItemLengths && blocks << (length + 1) <= item_blocks) ++length;
-    return length;
+    const int64_t length = int64_t{blocks} * kItemLengths / (item_blocks + 1);
+    return kItemLengths - 1 - static_cast<int>(min(length, int64_t{kItemLengths - 1}));
   };
   const auto for_documents = [&](auto step) {
     for (int i = threadIdx.x; i < stats.count; i += kPlanThreads) {

@@ -6,6 +6,7 @@
 
 #include "xla_ffi/kernels/sm90/backward_block.h"
 #include "xla_ffi/kernels/sm90/backward_documents.h"
+#include "xla_ffi/kernels/sm90/backward_sums.h"
 
 namespace magi_jax::sm90 {
 
@@ -15,6 +16,9 @@ struct GradientHandover : BlockConsumer<Traits> {
   MAGI_BLOCK_CONSUMER(Base);
   static constexpr int kGradients = Traits::kGradientColumns / 2;
   static constexpr int kOutputs = Traits::kHeadDim / 2;
+
+  static_assert(!Traits::kDocuments ||
+                Traits::kGradientBytes == PlaceOfSums<Element, kGradients>::kBytes);
 
   uint32_t sum_parities = 0;  // of what earlier tiles gave to dQ, a bit for each place
 
@@ -85,23 +89,17 @@ struct GradientHandover : BlockConsumer<Traits> {
     // Blocks take turns in both places; the ring of cotangents stands at the next block.
     const int turn = dout_ring.slot ^ 1, barrier = turn * Traits::kConsumers + warpgroup;
     uint8_t* const place = shared.dq[warpgroup] + turn * Traits::kGradientBytes;
-    float4* const sums = reinterpret_cast<float4*>(place) + thread % 128;
+    const PlaceOfSums<Element, kGradients> sums{place, static_cast<int>(thread % 128)};
     BarrierWait(&shared.dq_empty[barrier], dout_ring.parity ^ dout_ring.slot);
     if (header.flags & kBeganBefore) {
       BarrierWait(&shared.sums_full[barrier], sum_parities >> turn & 1);
       sum_parities ^= 1u << turn;
-#pragma unroll
-      for (int i = 0; i < kGradients / 4; ++i) {
-        const float4 sum = sums[i * 128];
-        dq[4 * i] += sum.x, dq[4 * i + 1] += sum.y, dq[4 * i + 2] += sum.z, dq[4 * i + 3] += sum.w;
-      }
+      sums.AddTo(dq);
       // Rounded rows lie where others read.
       if (!(header.flags & kEndsLater)) NamedBarrierSync(kTurnBarrier + warpgroup, 128);
     }
     if (header.flags & kEndsLater) {
-#pragma unroll
-      for (int i = 0; i < kGradients / 4; ++i)
-        sums[i * 128] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      sums.Keep(dq);
     } else {
       const float factor = Traits::kScaledDifference ? 1.0f : params.scale;
       const int lane = thread % 32, row = 16 * (thread / 32 % 4) + QueryOfRow(lane / 4);

@@ -124,7 +124,6 @@ struct GradientConsumer : GradientHandover<Traits> {
     RowMask<kLogits / 2> rows[2];
     FindVisible(rows);
     WgmmaWait<2, 1>();
-    GiveLogitGradientsBack();
     StoreQueryGradient(dq, slot);
     if constexpr (Traits::kTall) FinishKeys(ds, slot);
     float2 lse[kLogits / 8];
@@ -154,7 +153,6 @@ struct GradientConsumer : GradientHandover<Traits> {
     IssueQueryGradient(dq);
     IssueAccumulate(dk, ds, SharedAddress(shared.q[ring.slot]));
     WgmmaWait<1, 3>();
-    GiveLogitGradientsBack();
     StoreQueryGradient(dq, ring.slot);
     WgmmaWait<0, 3>();
     PinRegisters(dk);
@@ -214,12 +212,8 @@ struct GradientConsumer : GradientHandover<Traits> {
 
   // Hands dS to both warpgroups.
   __device__ __forceinline__ void ShareLogitGradients(uint32_t (&ds)[kLogits / 2]) {
-    // Nobody reads this slot any more. Of two, its last readers, two blocks ago, were waited for
-    // before the barrier of the last block. Of one, the other warpgroup gives it back, and the
-    // warps of this one have waited for their dQ of the last block before they began the dP of
-    // this one, which ends for none of them before all have begun.
-    if constexpr (Traits::kLogitGradientSlots == 1)
-      BarrierWait(&shared.ds_empty[warpgroup], dout_ring.slot);
+    // Nobody reads this slot any more: its last readers, two blocks ago, were waited for before the
+    // barrier of the last block.
     StoreLogitGradients(ds, shared.ds[LogitGradientSlot()][warpgroup]);
     FenceAsyncProxy();
     NamedBarrierSync(kGradientBarrier, Traits::kConsumerThreads);
@@ -251,14 +245,7 @@ struct GradientConsumer : GradientHandover<Traits> {
     }
   }
 
-  __device__ __forceinline__ int LogitGradientSlot() const {
-    return Traits::kLogitGradientSlots == 1 ? 0 : dout_ring.slot ^ 1;
-  }
-
-  // The other warpgroup may write dS of the next block where this one has read.
-  __device__ __forceinline__ void GiveLogitGradientsBack() {
-    if constexpr (Traits::kLogitGradientSlots == 1) Release(&shared.ds_empty[warpgroup ^ 1]);
-  }
+  __device__ __forceinline__ int LogitGradientSlot() const { return dout_ring.slot ^ 1; }
 
   // The gradients of keys that no query sees.
   __device__ __forceinline__ void WriteZeros() {

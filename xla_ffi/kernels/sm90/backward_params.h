@@ -109,10 +109,10 @@ struct BackwardTraits {
   static constexpr int kGradientColumns = kChunk;
   static constexpr int kRestColumns = kPaired ? kHeadDim / 2 - kChunk : 0;  // of the second part
   static constexpr int kGradientBox = 32;  // columns of float32 that fill 128 bytes
-  static constexpr int kGradientBytes = kGradientRows * kGradientColumns * 4;
-  // Slots of dS. That of documents has one, which leaves room for a second place of dQ.
-  static constexpr int kLogitGradientSlots = kDocuments ? 1 : 2;
   static constexpr int kRoundedBytes = kGradientColumns * 2 + 16;  // of a rounded row, and padding
+  // Documents hand over rounded rows, or sums in as many bytes, see backward_sums.h.
+  static constexpr int kGradientBytes =
+      kGradientRows * (kDocuments ? kRoundedBytes : kGradientColumns * 4);
 };
 
 // Flags of a block besides those of BlockFlags.
@@ -177,9 +177,8 @@ struct BackwardStorage {
   alignas(1024) uint8_t v[Traits::kVBytes];                             // likewise
   alignas(1024) uint8_t q[Traits::kStages][Traits::kQBytes];            // [chunk][kBlockM rows]
   alignas(1024) uint8_t dout[Traits::kDoutStages][Traits::kDoutBytes];  // likewise
-  // A chunk for each 64 keys.
-  alignas(
-      1024) uint8_t ds[Traits::kLogitGradientSlots][Traits::kBlockN / 64][Traits::kBlockM * 128];
+  // Two slots, with a chunk for each 64 keys.
+  alignas(1024) uint8_t ds[2][Traits::kBlockN / 64][Traits::kBlockM * 128];
   // [box of 32 columns][kBlockM rows] in each place.
   alignas(1024) uint8_t dq[Traits::kConsumers][Traits::kGradientPlaces * Traits::kGradientBytes];
   alignas(128) float lse[Traits::kStages]
@@ -195,7 +194,6 @@ struct BackwardStorage {
   // Of place p and consumer c at p * kConsumers + c.
   uint64_t dq_full[Traits::kAllGradientPlaces], dq_empty[Traits::kAllGradientPlaces];
   uint64_t sums_full[Traits::kAllGradientPlaces];  // of documents
-  uint64_t ds_empty[Traits::kConsumers];           // of the chunks of dS, where it has one slot
 };
 
 // Position in a ring of kCount slots, with the parity of the phase that is current there.

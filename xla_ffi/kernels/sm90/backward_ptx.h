@@ -81,6 +81,13 @@ __device__ __forceinline__ void StoreMatricesTransposed(uint32_t address, const 
       : "memory");
 }
 
+// The larger of two, or NaN where one is.
+__device__ __forceinline__ float LargerOrNan(float x, float y) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+  return larger;
+}
+
 __device__ __forceinline__ void StorePair(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
