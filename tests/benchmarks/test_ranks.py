@@ -9,7 +9,7 @@ import ranks
 
 @pytest.mark.parametrize(("overlap", "stages"), [("late", 0), ("2", 2)])
 def test_every_rank_has_its_figures(overlap, stages, capsys, monkeypatch, tmp_path):
-    for name, value in {"SETTLE_S": 0.0, "TURN_S": 1e-9, "LONG_TURNS": 1, "LEAST_CALLS": 1}.items():
+    for name, value in {"SETTLE_S": 0.0, "TURN_S": 1e-9, "PASS_S": 0.0, "LEAST_ROUNDS": 1}.items():
         monkeypatch.setattr(f"turns.{name}", value)
     command = f"ranks.py --tokens 128 --heads 2:1 --masks causal --overlap {overlap} --commit x"
     monkeypatch.setattr(sys, "argv", [*command.split(), "--json", str(tmp_path / "ranks.json")])
