@@ -27,7 +27,7 @@ def scaling(stored: dict) -> list[str]:
         " with each sequence or each document in zigzag; `hybrid` keeps a document on 1, 2, 4, ... ranks, as"
         " many as its tokens and its area ask for, with up to 1.5 times the mean tokens on a rank;"
         " `hybrid_even2` and `hybrid_even4` on 2 and 4 times as many, which balances ranks better, with 1.05"
-        " times the tokens at most.",
+        " times the tokens at most. Left out is who would cut a mask into more than 200,000 slices.",
         "",
         *table(["target", "ours", "alike"], targets(rows)),
     ]
