@@ -4,6 +4,7 @@ import virtual_devices
 
 virtual_devices.prepare()
 
+import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
@@ -11,6 +12,26 @@ import pytest  # noqa: E402
 pytest.register_assert_rewrite(
     "ops_problem", "test_attention_conformance", "device_cases", "group_problem", "feature_check"
 )
+
+
+FEW_OPTIMIZATIONS = "jax_disable_most_optimizations"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_programs():
+    """Has XLA spend little on the machine code of programs for CPUs: most are compiled for seconds and run
+    once. What it makes of them before is the same, and so are our kernels.
+    """
+    jax.config.update(FEW_OPTIMIZATIONS, virtual_devices.cuda_devices() == 0)
+
+
+@pytest.fixture
+def all_optimizations():
+    """Programs as users have them."""
+    before = jax.config.read(FEW_OPTIMIZATIONS)
+    jax.config.update(FEW_OPTIMIZATIONS, False)
+    yield
+    jax.config.update(FEW_OPTIMIZATIONS, before)
 
 
 @pytest.fixture

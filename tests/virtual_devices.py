@@ -1,5 +1,6 @@
-"""Settings of the process that JAX and NumPy read when they start."""
+"""Settings of the process that JAX and NumPy read when they start, and whether there are GPUs."""
 
+import ctypes
 import os
 
 NUM_DEVICES = 8
@@ -15,3 +16,14 @@ def prepare() -> None:
     # The oracle's products are small: threads cost it more than they bring, most of all where
     # several test processes share the cores.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def cuda_devices() -> int:
+    """Asks the driver itself: initialising JAX would fix its platform, and take memory of the devices."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if found else 0

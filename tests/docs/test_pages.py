@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from jax._src import custom_derivatives, ffi, pjit
+from jax._src import core, custom_derivatives, ffi, pjit, sharding_impls
 from jax._src.export import _export
 from jax._src.lax import slicing
 
@@ -33,6 +33,7 @@ def _pages_with(language):
 
 
 @pytest.mark.parametrize("page", _pages_with("python"))
+@pytest.mark.usefixtures("all_optimizations")
 def test_code_blocks_run(page, tmp_path, monkeypatch):
     """From top to bottom, in one session per page."""
     monkeypatch.chdir(tmp_path)
@@ -105,7 +106,7 @@ def _messages():
             self.found.append(str(node.value))
 
     texts = Texts()
-    of_jax = (ffi, custom_derivatives, _export, pjit, slicing)
+    of_jax = (ffi, core, custom_derivatives, _export, pjit, sharding_impls, slicing)
     jax_sources = [Path(part.__file__) for part in of_jax]
     for path in [*(ROOT / "magi_jax").rglob("*.py"), *jax_sources]:
         texts.visit(ast.parse(path.read_text()))

@@ -1,7 +1,5 @@
 """Models with Flax's attention modules, and our decoder, train as they do under dense attention."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +15,6 @@ from magi_jax.flax import Decoder, DecoderConfig, attention_fn
 SEQ_LEN, BATCH, CP, VOCABULARY, STEPS = 88, 2, 4, 13, 3
 CONFIG = mj.PlanConfig(chunk_size=8, overlap=1)
 OVER_DP = mj.DistOptions(batch_axes="dp")
-FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
 
 
 class NnxModel(nnx.Module):
@@ -102,7 +99,7 @@ def _train(params, loss_of, inputs):
     optimizer = optax.adam(1e-2)
     state, losses, traces = optimizer.init(params), [], []
 
-    @functools.partial(jax.jit, compiler_options=FAST_TO_COMPILE)
+    @jax.jit
     def step(params, state, *batch):
         traces.append(None)
         loss, grads = jax.value_and_grad(loss_of)(params, *batch)

@@ -37,11 +37,7 @@ def blocks_of(q_len, k_len, block_size):
     return -(-q_len // q_block), -(-k_len // k_block)
 
 
-# Programs that run a few times: little is spent on their code.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
-@functools.partial(jax.jit, static_argnames=("layout", "causal", "cap"), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames=("layout", "causal", "cap"))
 def run(q, k, v, dout, dlse, blocks, *, layout, causal, cap=None):
     """Results and gradients, with the table built in the same program."""
     q_len, k_len, block_size, tile_size = layout
@@ -134,7 +130,7 @@ def test_sequences_of_a_sharded_batch_choose_their_own(rng):
     rows = PartitionSpec("dp")
     sharded = jax.shard_map(jax.vmap(attend), mesh=mesh, in_specs=rows, out_specs=rows)
     loss = jax.grad(lambda q: (sharded(blocks, q, k, v) ** 2).sum())
-    got = jax.jit(loss, compiler_options=QUICK)(q)
+    got = jax.jit(loss)(q)
     for b in range(4):
         visible = np.zeros((4, 4), bool)
         np.put_along_axis(visible, blocks[b], True, axis=1)

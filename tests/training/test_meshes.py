@@ -18,7 +18,6 @@ from magi_jax.testing import hlo
 SEQ_LEN, BATCH = 90, 2
 SIZES = {"dp": 1, "fsdp": 2, "tp": 2, "cp": 2}
 CONFIG = mj.PlanConfig(chunk_size=8, overlap=1, roll_shifts=())
-FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
 OVER_AUTOMATIC_AXES = mj.DistOptions(batch_axes=model.BATCH_AXES, head_axes="tp")
 
 
@@ -102,7 +101,7 @@ def test_scanned_and_rematerialised_layers_with_a_plan_of_their_own_for_each_rep
             model.place(params, mesh),
             *jax.device_put((tokens, labels, plan), by_token),
         )
-        compiled = jax.jit(step).lower(*arguments).compile(FAST_TO_COMPILE)
+        compiled = jax.jit(step).lower(*arguments).compile()
         found = compiled(*arguments)
     _compare(found, model.reference(params, *plain, masks))
     # Forward, again for the remat, and in the backward pass keys and values once and gradients once.
@@ -129,7 +128,7 @@ def test_accumulated_gradients_over_microbatches_with_their_own_plans(rng):
     with jax.set_mesh(mesh):
         placed = jax.device_put(micro, NamedSharding(mesh, P(None, model.BATCH_AXES, "cp")))
         arguments = model.place(params, mesh), placed
-        compiled = jax.jit(step).lower(*arguments).compile(FAST_TO_COMPILE)
+        compiled = jax.jit(step).lower(*arguments).compile()
         found = compiled(*arguments)
     _compare(found, model.reference(params, *plain, masks))
     _check_collectives(compiled, plan, times=4)
@@ -175,7 +174,7 @@ def test_decoder_gathers_weights_and_never_the_batch(rng):
             ),
             *jax.device_put((tokens, plan), NamedSharding(mesh, P(model.BATCH_AXES, "cp"))),
         )
-        compiled = jax.jit(jax.grad(loss)).lower(*arguments).compile(FAST_TO_COMPILE)
+        compiled = jax.jit(jax.grad(loss)).lower(*arguments).compile()
     gathers = [t for g in hlo.collectives(compiled, "all-gather") for t in g.results]
     assert len(gathers) > 5
     rows = plan.spec.local_len
@@ -211,7 +210,7 @@ def test_exported_step_takes_other_plans_and_communicates_nothing_else(rng):
         exported = jax.export.export(step, disabled_checks=ours)(*placed(plans[0])[1])
         restored = jax.export.deserialize(exported.serialize())
         plain, arguments = placed(plans[1])
-        compiled = jax.jit(restored.call).lower(*arguments).compile(FAST_TO_COMPILE)
+        compiled = jax.jit(restored.call).lower(*arguments).compile()
         found = compiled(*arguments)
     _compare(found, model.reference(params, *plain, unseen))
     _check_collectives(compiled, plans[1], times=4)
