@@ -101,7 +101,7 @@ def test_pairs_that_see_nothing_keep_earlier_results(keys):
 
 def test_grouped_heads_run_in_pairs():
     q = jax.ShapeDtypeStruct((100, 8, 128), jnp.bfloat16)
-    table = slice_table(masks.full(100, FEW))
+    table = slice_table(masks.full(100, MANY))
     for kv_heads, in_pairs in ((1, True), (4, True), (8, False)):
-        k = jax.ShapeDtypeStruct((FEW, kv_heads, 128), jnp.bfloat16)
+        k = jax.ShapeDtypeStruct((MANY, kv_heads, 128), jnp.bfloat16)
         assert ("in pairs" in cuda.SM90.describe(q, k, k, table).splitlines()[0]) == in_pairs

@@ -49,8 +49,9 @@ struct ForwardTraits {
   static constexpr int kShortKeys = (kBlockN / 2 + 15) / 16 * 16;
   // A thread's sum over its columns of a block up to which no probability is too large for PV.
   static constexpr float kMostLazySum = std::is_same_v<Element, __half> ? 0x1p15f : 0x1p60f;
-  static constexpr bool kPairs = true;       // thread blocks may share keys in pairs
-  static constexpr bool kTransform = false;  // logits need TransformLogits
+  static constexpr bool kPairs = true;                  // thread blocks may share keys in pairs
+  static constexpr bool kTellsApart = kHeadDim == 128;  // see ReleaseShared
+  static constexpr bool kTransform = false;             // logits need TransformLogits
   static constexpr bool kSplits = kHeadDim >= kLeastSplitHeadDim;  // walks may be cut
   static constexpr Turns kTurns = kTurnsT;
 

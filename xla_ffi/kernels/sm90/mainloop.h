@@ -353,16 +353,22 @@ struct Consumer {
     if (kEveryLaneArrives || threadIdx.x % 32 == 0) BarrierArrive(barrier);
   }
 
-  // The same for operands that partners share: lane i tells partner i.
+  // The same for operands that partners share. Lane 1 tells the other one; it is found by the
+  // number of partners, since the compiler would keep a test for 1 in a register that it has not.
+  // Where registers do not suffice for that, lane i tells partner i, which takes longer alone.
   __device__ __forceinline__ void ReleaseShared(uint64_t* barrier) {
+    const int lane = threadIdx.x % 32, last = params.partners - 1;
     if constexpr (!Traits::kPairs) {
       Release(barrier);
+    } else if constexpr (Traits::kTellsApart) {
+      Release(barrier);
+      if ((kEveryLaneArrives || lane == last) && params.partners > 1)
+        ClusterArrive(barrier, last - ClusterRank());
     } else if constexpr (kEveryLaneArrives) {
-      for (int rank = 0; rank < params.partners; ++rank) ClusterArrive(barrier, rank);
+      for (int rank = 0; rank <= last; ++rank) ClusterArrive(barrier, rank);
     } else {
       __syncwarp();
-      const int lane = threadIdx.x % 32;
-      if (lane < params.partners) ClusterArrive(barrier, lane);
+      if (lane <= last) ClusterArrive(barrier, lane);
     }
   }
 
