@@ -37,6 +37,7 @@ def main() -> None:
     # No worker outlives the test, even where that is killed itself.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_disable_most_optimizations", True)  # most of so short a job is compiling
     jax.config.update("jax_num_cpu_devices", args.devices)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     os.environ["PJRT_NPROC"] = str(2 * args.devices)
