@@ -98,7 +98,7 @@ def find_region(
     if axis_name not in around.axis_names:
         raise ValueError(
             f"{caller} got axis_name={axis_name!r}, which is no axis of the mesh"
-            f" {dict(around.shape)}; it names the one that rows are sharded over"
+            f" {dict(around.shape)}; say which one shards rows, axis_name=..."
         )
     types = zip(around.axis_names, around.axis_types, strict=True)
     return Region(

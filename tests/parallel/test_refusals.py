@@ -51,7 +51,7 @@ def test_what_fits_is_accepted():
         (r"sinks must be \[N\] or \[X, N\] with N = 4, got \(5,\)", {"sinks": tensor(5)}),
         ("for 4 ranks, but mesh axis 'cp' has 2", {"mesh": make_mesh(cp=2)}),
         (
-            "axis_name='sp', which is no axis .*it names the one that rows are sharded over",
+            "axis_name='sp', which is no axis .*say which one shards rows",
             {"axis_name": "sp"},
         ),
         ("batch_axes names 'dq'", {"options": DistOptions(batch_axes="dq")}),
