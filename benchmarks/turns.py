@@ -13,8 +13,8 @@ from jax.experimental import multihost_utils
 from timing import mean_seconds
 
 SETTLE_S, TURN_S = 0.3, 0.02  # before what is compared, and of each turn, of one call at least
-PASS_S = 2.4  # of all turns
-LEAST_ROUNDS, MOST_ROUNDS = 7, 64  # of turns; the former of calls that are long
+PASS_S = 1.4  # of all turns
+LEAST_ROUNDS, MOST_ROUNDS = 5, 64  # of turns; the former of calls that are long
 LONG_S = 0.02  # calls of which none leads a turn in untimed
 AHEAD_S, MOST_AHEAD = 0.02, 8  # calls that are begun before the host waits for the first of them
 
