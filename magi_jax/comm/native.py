@@ -23,6 +23,7 @@ CAST = "magi_jax_group_cast"
 REDUCE_SUM = "magi_jax_group_reduce_sum"
 REDUCE_LSE = "magi_jax_group_reduce_lse"
 FINISH = "magi_jax_group_finish"
+KEEP = "magi_jax_group_keep"
 
 MAX_LEAVES = 8  # of one call; kMaxLeaves in xla_ffi/comm/params.h
 # What a call runs beside, as xla_ffi/handlers/group_cuda.cc has it: nothing; attention, which must not take
@@ -65,6 +66,7 @@ class NativeCalls:
             self.start_cast,
             self.start_reduce_sum,
             self.finish_call,
+            self.keep,
         )
 
     def cast(self, leaves: Leaves, comm: CommMeta, axis_name: str) -> list[jax.Array]:
@@ -137,6 +139,15 @@ class NativeCalls:
             )
             results += call(*operands, pool=np.int32(part.pool))
         return results
+
+    def keep(self, leaves: Leaves) -> list[jax.Array]:
+        """See `Transport.keep`."""
+        operands = unify_varying(*leaves)
+        types = [result_type(x.shape, x.dtype, operands[0]) for x in operands]
+        aliases = {i: i for i in range(len(types))}
+        return jax.ffi.ffi_call(
+            ffi.target(KEEP), types, input_output_aliases=aliases, vmap_method="sequential"
+        )(*operands)
 
     def _start(self, call: _Call, leaves: Leaves, dtypes: list) -> Part:
         self._check_place(call.axis_name)

@@ -64,6 +64,9 @@ class Transport:
             collectives, which it runs beside computation by itself. A cast is told, last, whether it is
             ``exposed``: whether what follows is short, so that attention soon waits for it.
         finish_call: ``InFlight -> leaves``.
+        keep: ``leaves -> leaves``, the same, none of which is dropped while one is read. A compiler drops
+            the end of a call whose results nobody reads, not its start, for which computation waits: it
+            would write to buffers that were given to others.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Transport:
     start_cast: Callable[[Leaves, CommMeta, str, bool], InFlight] | None = None
     start_reduce_sum: Callable[[Leaves, CommMeta, str, Any], InFlight] | None = None
     finish_call: Callable[[InFlight], list[jax.Array]] | None = None
+    keep: Callable[[Leaves], list[jax.Array]] | None = None
 
 
 def sum_dtype(dtype: Any) -> jnp.dtype:

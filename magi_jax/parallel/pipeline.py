@@ -57,6 +57,10 @@ class Link:
         """What a step brings."""
         return finish(in_flight, self.transport)
 
+    def keep(self, arrays: Arrays) -> list[jax.Array]:
+        """The same, all of which are computed where one is read: see `Transport.keep`."""
+        return list(arrays) if self.transport.keep is None else self.transport.keep(arrays)
+
 
 class Fetches:
     """Fetches the keys and values of remote stages, ahead of their use.

@@ -7,7 +7,7 @@ passes are each other's, and `dist_attention` says so.
 
 import functools
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -23,6 +23,8 @@ from magi_jax.parallel.travelling import Travel, merge_returned
 from magi_jax.plan import AttentionPlan, LateTables
 
 Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]  # q, k, v, sinks
+# What the text of a `Stages` may not hold: names of functions have addresses, which differ between processes.
+_NO_TEXT = ("implementation", "transport")
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Stages:
         # One of XLA's own collectives may serve two calls with equal keys; tied here too, the transfers of
         # both passes would be merged on CPUs, where barriers go early.
         if self.transport.start_cast is not None:
-            comm, late_tables = self._of_one_call((comm, late_tables), q, plan.calc)
+            comm, late_tables = self._of_one_call((comm, late_tables), q, sinks, plan.calc)
         remote = Fetches(self._link, (k, v), comm)
         late = self._late(late_tables)
         of_late_keys = late.fetch((k, v)) if late else None
@@ -130,7 +132,8 @@ class Stages:
         kept_stages = kept[: len(stages.comm)]
         # Tied to the cotangents: it must not start before, nor be merged with the forward pass's
         # transfer, whose result would then be kept alive in between.
-        comm, late_tables = self._of_one_call((stages.comm, stages.late), dout, q, stages.calc)
+        tables, whose = (stages.comm, stages.late), (cotangents, results[:2], operands, stages.calc)
+        comm, late_tables = self._of_one_call(tables, *whose)
         remote = Fetches(self._link, (k, v), comm, kept_stages, exposed=True)
         late = self._late(late_tables, *kept[len(stages.comm) :])
         of_late_keys = late.fetch((k, v)) if late else None
@@ -165,6 +168,8 @@ class Stages:
         if late:
             of_late, dq = barrier(of_late, dq)
             dkv = late.add_returned(dkv, of_late)
+        if late or stages.comm:  # else nothing is in flight
+            dq, *dkv = self._link.keep((dq, *dkv))
         dk, dv = self._sum_shared(dkv)
         dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
@@ -197,8 +202,9 @@ class Stages:
         """
         if not jax.tree.leaves(tables):
             return tables
-        static = (self.implementation.name, *self._kernel_options().values(), self.with_max_logits)
-        return after(tables, operands, jnp.uint32(zlib.crc32(repr(static).encode())))
+        static = [getattr(self, f.name) for f in fields(self) if f.name not in _NO_TEXT]
+        mark = zlib.crc32(repr((self.implementation.name, static)).encode())
+        return after(tables, operands, jnp.uint32(mark))
 
     @property
     def _link(self) -> Link:

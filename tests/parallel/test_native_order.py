@@ -7,6 +7,8 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.interpreters import partial_eval
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -96,8 +98,8 @@ def text(steps):
     return lowered(plan, gradients=True)
 
 
-def lowered(plan, gradients=False, **options):
-    """Attention under a plan, or its gradients, for CUDA."""
+def traced(plan, gradients=False, of=(0, 1, 2), **options):
+    """Attention under a plan, or its gradients with respect to some operands."""
     cp_size = plan.cp_size
     mesh = jax.sharding.AbstractMesh((cp_size,), ("cp",), axis_types=(AxisType.Auto,))
     transport = NativeCalls(1, 2, "cp", cp_size).transport()
@@ -110,13 +112,26 @@ def lowered(plan, gradients=False, **options):
         return jnp.sum(attend(*args).astype(jnp.float32) ** 2)
 
     mapped = jax.shard_map(
-        jax.grad(loss, (0, 1, 2)) if gradients else attend,
+        jax.grad(loss, of) if gradients else attend,
         mesh=mesh, in_specs=(P("cp"),) * 4, out_specs=P("cp"), check_vma=False,
     )  # fmt: skip
     rows = cp_size * plan.spec.local_len
     arrays = [jax.ShapeDtypeStruct((rows, n, 16), jnp.bfloat16) for n in (4, 2, 2)]
     plan = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), plan)
-    return jax.jit(mapped).trace(*arrays, plan).lower(lowering_platforms=("cuda",)).as_text()
+    return jax.jit(mapped).trace(*arrays, plan)
+
+
+def lowered(plan, **options):
+    """The same for CUDA, as text."""
+    return traced(plan, **options).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def targets_in(jaxpr):
+    """Targets of all custom calls of a jaxpr and those within it."""
+    for equation in jaxpr.eqns:
+        yield equation.params.get("target_name", "")
+        for inner in jaxprs_in_params(equation.params):
+            yield from targets_in(inner)
 
 
 def test_no_copy_of_results_in_flight(text):
@@ -166,7 +181,7 @@ def test_attention_waits_for_the_start_of_a_call_and_its_finish_for_attention(
 
 def test_each_call_has_transfers_of_its_own(text):
     """XLA makes one of two transfers with equal operands: those of two calls with equal keys must differ in
-    what they wait for, as the calls do in their queries.
+    what they wait for, as the calls do in their queries, results and cotangents.
     """
     for body in functions_with(text, "magi_jax_group_cast"):
         program = Program(body)
@@ -175,7 +190,7 @@ def test_each_call_has_transfers_of_its_own(text):
         for value, target in program.calls:
             if target == "magi_jax_group_cast":
                 table = program.operands[value][0].partition("#")[0]
-                assert program.ancestors(table) & queries
+                assert program.ancestors(table) >= queries
 
 
 def test_calls_with_other_options_have_transfers_of_their_own():
@@ -187,3 +202,18 @@ def test_calls_with_other_options_have_transfers_of_their_own():
         marks |= {tuple(re.findall(r"dense<(\d+)> : tensor<ui32>", body))}
     assert len(marks) == 2
     assert all(marks)
+
+
+@pytest.mark.parametrize("of", [(0,), (1,), (2,), (0, 2)])
+@pytest.mark.parametrize("overlap", ["late", 2])
+def test_every_call_is_finished_whatever_gradients_are_read(of, overlap):
+    """A start stays, since computation waits for it; without its finish its results would be written to
+    after their buffers were given to others.
+    """
+    config = PlanConfig(chunk_size=64, overlap=overlap, travelling="never")
+    whole = traced(make_plan(masks.causal(1024), 4, config), gradients=True, of=of).jaxpr.jaxpr
+    read, _ = partial_eval.dce_jaxpr(whole, [True] * len(of))
+    calls = [target for target in targets_in(read) if "magi_jax_group" in target]
+    ends = [target for target in calls if "finish" in target]
+    assert len(ends) >= 2
+    assert len(ends) == sum("cast" in target or "reduce" in target for target in calls)

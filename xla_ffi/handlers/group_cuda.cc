@@ -223,6 +223,26 @@ ffi::Error Finish(cudaStream_t stream, int32_t device, ffi::RemainingArgs operan
   return error.empty() ? ffi::Error::Success() : InvalidArgument(error);
 }
 
+// Gives its operands back. XLA drops what nobody reads and would drop a Finish alone, since other
+// operations wait for its start: this call reads all.
+ffi::Error Keep(ffi::RemainingArgs operands, ffi::RemainingRets results) {
+  if (operands.size() != results.size()) {
+    return InvalidArgument("as many results as operands are needed, got " +
+                           std::to_string(results.size()) + " and " +
+                           std::to_string(operands.size()));
+  }
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto operand = operands.get<Operand>(i);
+    if (operand.has_error()) return operand.error();
+    auto result = results.get<Operand>(i);
+    if (result.has_error()) return result.error();
+    if ((*result)->untyped_data() != operand->untyped_data()) {
+      return InvalidArgument("operand " + std::to_string(i) + " was moved");
+    }
+  }
+  return ffi::Error::Success();
+}
+
 auto BindStart() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -257,6 +277,7 @@ XLA_FFI_DEFINE_HANDLER(kGroupCast, Start<Kind::kCast>, BindStart());
 XLA_FFI_DEFINE_HANDLER(kGroupReduceSum, Start<Kind::kReduceSum>, BindStart());
 XLA_FFI_DEFINE_HANDLER(kGroupReduceLse, Start<Kind::kReduceLse>, BindStart());
 XLA_FFI_DEFINE_HANDLER(kGroupFinish, Finish, BindFinish());
+XLA_FFI_DEFINE_HANDLER(kGroupKeep, Keep, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 
 std::vector<Registration> GroupRegistrations() {
   return {
@@ -264,6 +285,7 @@ std::vector<Registration> GroupRegistrations() {
       {"magi_jax_group_reduce_sum", "CUDA", kGroupReduceSum},
       {"magi_jax_group_reduce_lse", "CUDA", kGroupReduceLse},
       {"magi_jax_group_finish", "CUDA", kGroupFinish},
+      {"magi_jax_group_keep", "CUDA", kGroupKeep},
   };
 }
 
