@@ -32,7 +32,7 @@ FOLDED = 0.1
 FEW_SLICES = 2
 # Where there are more documents or slices than this, neighbouring documents are dealt together, in so many
 # groups at most.
-MOST_DOCUMENTS, MOST_SLICES, MOST_GROUPS = 16_384, 131_072, 8_192
+MOST_DOCUMENTS, MOST_SLICES, MOST_GROUPS = 8_192, 131_072, 8_192
 
 
 def runs(
