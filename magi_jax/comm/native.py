@@ -1,7 +1,8 @@
 """The native transport: custom calls in which ranks read each other's rows where they lie.
 
 A rank reads the operands of its peers over the link between the GPUs and writes its own results:
-no block per peer, no padding on the wire, and no rank writes to another's arrays. Results are those
+no block per peer and no padding on the wire. Where a cast has many blocks senders write to the receivers'
+results instead. Results are those
 of the portable transport bit for bit; sums are added in the same order. See docs/collectives.md.
 """
 
@@ -145,9 +146,10 @@ class NativeCalls:
         operands = unify_varying(*leaves)
         types = [result_type(x.shape, x.dtype, operands[0]) for x in operands]
         aliases = {i: i for i in range(len(types))}
-        return jax.ffi.ffi_call(
+        call = jax.ffi.ffi_call(
             ffi.target(KEEP), types, input_output_aliases=aliases, vmap_method="sequential"
-        )(*operands)
+        )
+        return list(call(*operands))
 
     def _start(self, call: _Call, leaves: Leaves, dtypes: list) -> Part:
         self._check_place(call.axis_name)

@@ -226,6 +226,8 @@ __global__ void __launch_bounds__(kThreads)
   PushRing ring(ring_memory);
   ring.Initialize();
   Arrive(meeting);
+  // Attention that waits for this call's start counts arrivals: those of all blocks come first.
+  AwaitBlocks(meeting, 1);
   Arrive(meeting);  // where other calls have filled their maps
   if (!IsBroken(meeting)) FillGaps(meeting, move);
   if (blockIdx.x == 0) {
