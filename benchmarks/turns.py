@@ -14,7 +14,7 @@ from timing import mean_seconds
 
 SETTLE_S, TURN_S = 0.3, 0.02  # before what is compared, and of each turn, of one call at least
 PASS_S = 1.4  # of all turns
-LEAST_ROUNDS, MOST_ROUNDS = 5, 64  # of turns; the former of calls that are long
+LEAST_ROUNDS, MOST_ROUNDS = 8, 64  # of turns; the former of calls that are long
 LONG_S = 0.02  # calls of which none leads a turn in untimed
 AHEAD_S, MOST_AHEAD = 0.02, 8  # calls that are begun before the host waits for the first of them
 
@@ -43,11 +43,12 @@ def ratio(first: list[float], other: list[float]) -> tuple[float, float]:
     """Time of the first over that of another, and by how much this may be off (standard error).
 
     Each turn of the other is compared with the turns of the first before and after it; the mean is of these
-    without the tenth that is least and the tenth that is greatest: now and then a card stalls.
+    without the quarter that is least and the quarter that is greatest: now and then a card stalls for a third of
+    a long call.
     """
     around = itertools.pairwise(first)
     each = sorted((a + b) / 2 / x for (a, b), x in zip(around, other, strict=True))
-    cut = math.ceil(len(each) / 10) if len(each) > 4 else 0
+    cut = len(each) // 4
     kept = each[cut : len(each) - cut]
     # Those that are left out count as the outermost that are not.
     spread = statistics.stdev([kept[0]] * cut + kept + [kept[-1]] * cut)
