@@ -43,8 +43,8 @@ def ratio(first: list[float], other: list[float]) -> tuple[float, float]:
     """Time of the first over that of another, and by how much this may be off (standard error).
 
     Each turn of the other is compared with the turns of the first before and after it; the mean is of these
-    without the quarter that is least and the quarter that is greatest: now and then a card stalls for a third of
-    a long call.
+    without the quarter that is least and the quarter that is greatest: now and then a card stalls for a
+    third of a long call.
     """
     around = itertools.pairwise(first)
     each = sorted((a + b) / 2 / x for (a, b), x in zip(around, other, strict=True))
