@@ -80,7 +80,7 @@ def test_partners_that_see_different_keys(name, keys, dtype, dims):
 @pytest.mark.parametrize("tokens", [1, TILE - 1, TILE + 1, 2 * TILE + 1, 130])
 @pytest.mark.parametrize("heads", [(8, 1), (16, 2), (4, 1), (12, 2)])
 def test_sequences_that_end_inside_a_pair(tokens, heads):
-    case = Case(masks.causal(tokens, FEW, offset=FEW - tokens), "bfloat16", *heads)
+    case = Case(masks.causal(tokens, MANY, offset=MANY - tokens), "bfloat16", *heads)
     operands = case.operands()[:3]
     compare(case, attend(case, operands), expected(case, operands))
 
@@ -97,6 +97,19 @@ def test_pairs_that_see_nothing_keep_earlier_results(keys):
     want = sum(share * x for share, x in zip(shares, (before[0], out), strict=True))
     earlier = tuple(jnp.asarray(x, jnp.float32) for x in before)
     compare(case, attend(case, operands, accumulate=earlier), (want, total))
+
+
+@pytest.mark.parametrize("rows", [MANY, MANY // 2], ids=["all see keys", "half do"])
+def test_more_tiles_than_thread_blocks(rows):
+    """Pairs take one pair of tiles after the other, empty ones among them; each of the 66 gets 8."""
+    mask = masks.full(rows, MANY).shift(0, 0, MANY, MANY)
+    case = Case(mask, "bfloat16", 64, 8, 64, 64)
+    q, k, v = case.operands()[:3]
+    out, lse = attend(case, (q, k, v))
+    for group in (0, 7):
+        heads = slice(8 * group, 8 * (group + 1))
+        of_group = q[:, heads], k[:, group : group + 1], v[:, group : group + 1]
+        compare(case, (out[:, heads], lse[:, heads]), expected(case, of_group))
 
 
 def test_grouped_heads_run_in_pairs():

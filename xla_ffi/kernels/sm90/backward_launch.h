@@ -15,10 +15,13 @@ namespace magi_jax::sm90 {
 
 using LaunchBackwardFunction = cudaError_t(const BackwardParams&, const BackwardKernelParams&,
                                            int blocks, cudaStream_t);
-[[gnu::weak]] LaunchBackwardFunction LaunchBackwardHdim64Bf16, LaunchBackwardHdim64F16,
-    LaunchBackwardHdim96Bf16, LaunchBackwardHdim96F16, LaunchBackwardHdim128Bf16,
-    LaunchBackwardHdim128F16, LaunchBackwardHdim192x128Bf16, LaunchBackwardHdim192x128F16,
-    LaunchBackwardHdim256Bf16, LaunchBackwardHdim256F16;
+#ifdef MAGI_JAX_SOME_KERNELS  // some may be left out
+[[gnu::weak]]
+#endif
+LaunchBackwardFunction LaunchBackwardHdim64Bf16,
+    LaunchBackwardHdim64F16, LaunchBackwardHdim96Bf16, LaunchBackwardHdim96F16,
+    LaunchBackwardHdim128Bf16, LaunchBackwardHdim128F16, LaunchBackwardHdim192x128Bf16,
+    LaunchBackwardHdim192x128F16, LaunchBackwardHdim256Bf16, LaunchBackwardHdim256F16;
 
 // Launches a kernel that begins when those before it in the stream are about to end, and calls
 // AwaitKernelBefore before it touches memory.

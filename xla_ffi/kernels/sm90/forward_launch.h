@@ -31,10 +31,13 @@ inline bool TakesFewKeys(const Problem& problem) {
 
 using LaunchForwardFunction = cudaError_t(const ForwardParams&, const KernelParams&, int grid,
                                           cudaStream_t);
-[[gnu::weak]] LaunchForwardFunction LaunchForwardHdim64Bf16, LaunchForwardHdim64F16,
-    LaunchForwardHdim96Bf16, LaunchForwardHdim96F16, LaunchForwardHdim128Bf16,
-    LaunchForwardHdim128F16, LaunchForwardHdim192x128Bf16, LaunchForwardHdim192x128F16,
-    LaunchForwardHdim256Bf16, LaunchForwardHdim256F16;
+#ifdef MAGI_JAX_SOME_KERNELS  // some may be left out
+[[gnu::weak]]
+#endif
+LaunchForwardFunction LaunchForwardHdim64Bf16,
+    LaunchForwardHdim64F16, LaunchForwardHdim96Bf16, LaunchForwardHdim96F16,
+    LaunchForwardHdim128Bf16, LaunchForwardHdim128F16, LaunchForwardHdim192x128Bf16,
+    LaunchForwardHdim192x128F16, LaunchForwardHdim256Bf16, LaunchForwardHdim256F16;
 
 }  // namespace magi_jax::sm90
 
