@@ -235,6 +235,7 @@ def granted(stored: dict) -> list[str]:
         " over links of 450 GB/s and over links as fast as they were measured. Kernels take what the fit to"
         " the timed calls says. What the simulation grants the other strategies shows here: transfers at full"
         " rate, hidden where they could be, and no copies beside them.",
+        *(["", stored["note"]] if "note" in stored else []),
         "",
         *table(head, body),
     ]
