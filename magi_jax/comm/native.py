@@ -1,9 +1,9 @@
 """The native transport: custom calls in which ranks read each other's rows where they lie.
 
-A rank reads the operands of its peers over the link between the GPUs and writes its own results:
-no block per peer and no padding on the wire. Where a cast has many blocks senders write to the receivers'
-results instead. Results are those
-of the portable transport bit for bit; sums are added in the same order. See docs/collectives.md.
+A rank reads the operands of its peers over the link between the GPUs and writes its own results: no block
+per peer and no padding on the wire. Where a cast has many blocks senders write to the receivers' results
+instead. Results are those of the portable transport bit for bit; sums are added in the same order. See
+docs/collectives.md.
 """
 
 import itertools
@@ -38,7 +38,7 @@ class _Call(NamedTuple):
     target: str
     comm: CommMeta
     axis_name: str
-    beside: int  # what the call runs beside, one of the numbers below
+    beside: int  # what the call runs beside, one of the numbers above
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,8 @@ class NativeCalls:
         for part in in_flight.parts:
             operands = unify_varying(part.map, *part.results, *part.held)
             types = [result_type(x.shape, x.dtype, operands[0]) for x in part.results]
-            call = jax.ffi.ffi_call(
-                ffi.target(FINISH),
-                types,
-                input_output_aliases={1 + i: i for i in range(len(types))},
-                vmap_method="sequential",
-            )
+            aliases = {1 + i: i for i in range(len(types))}
+            call = jax.ffi.ffi_call(ffi.target(FINISH), types, input_output_aliases=aliases)
             results += call(*operands, pool=np.int32(part.pool))
         return results
 
@@ -146,9 +142,7 @@ class NativeCalls:
         operands = unify_varying(*leaves)
         types = [result_type(x.shape, x.dtype, operands[0]) for x in operands]
         aliases = {i: i for i in range(len(types))}
-        call = jax.ffi.ffi_call(
-            ffi.target(KEEP), types, input_output_aliases=aliases, vmap_method="sequential"
-        )
+        call = jax.ffi.ffi_call(ffi.target(KEEP), types, input_output_aliases=aliases)
         return list(call(*operands))
 
     def _start(self, call: _Call, leaves: Leaves, dtypes: list) -> Part:
@@ -172,7 +166,8 @@ class NativeCalls:
             "self_rows": spec.self_rows,
             "beside": call.beside,
         }
-        start = jax.ffi.ffi_call(ffi.target(call.target), types, vmap_method="sequential")
+        # No way under vmap: a loop over starts would copy results that are not there yet.
+        start = jax.ffi.ffi_call(ffi.target(call.target), types)
         row_map, *results = start(*operands, **{k: np.int32(v) for k, v in attributes.items()})
         return Part(row_map, tuple(results), operands, pool)
 

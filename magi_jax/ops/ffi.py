@@ -16,7 +16,7 @@ from magi_jax import compiled_module
 # Number of the contract with the compiled module; kInterface in xla_ffi/common/registration.h. Called with
 # the wrong operands, XLA would say "Wrong number of results", or nothing at all where only the meaning of a
 # table changed.
-INTERFACE = 4
+INTERFACE = 5
 
 # What to say where a build without CUDA is asked for it.
 NO_CUDA = (

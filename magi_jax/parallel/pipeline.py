@@ -57,9 +57,12 @@ class Link:
         """What a step brings."""
         return finish(in_flight, self.transport)
 
-    def keep(self, arrays: Arrays) -> list[jax.Array]:
-        """The same, all of which are computed where one is read: see `Transport.keep`."""
-        return list(arrays) if self.transport.keep is None else self.transport.keep(arrays)
+    def keep(self, arrays: Any) -> Any:
+        """The same pytree, all of which is computed where some is read: see `Transport.keep`."""
+        if self.transport.keep is None:
+            return arrays
+        leaves, tree = jax.tree.flatten(arrays)
+        return jax.tree.unflatten(tree, self.transport.keep(leaves))
 
 
 class Fetches:

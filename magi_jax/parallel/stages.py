@@ -67,7 +67,9 @@ class Stages:
         # One of XLA's own collectives may serve two calls with equal keys; tied here too, the transfers of
         # both passes would be merged on CPUs, where barriers go early.
         if self.transport.start_cast is not None:
-            comm, late_tables = self._of_one_call((comm, late_tables), q, sinks, plan.calc)
+            comm, late_tables = self._of_one_call(
+                (comm, late_tables), q, sinks, plan.calc, plan.travel
+            )
         remote = Fetches(self._link, (k, v), comm)
         late = self._late(late_tables)
         of_late_keys = late.fetch((k, v)) if late else None
@@ -132,7 +134,10 @@ class Stages:
         kept_stages = kept[: len(stages.comm)]
         # Tied to the cotangents: it must not start before, nor be merged with the forward pass's
         # transfer, whose result would then be kept alive in between.
-        tables, whose = (stages.comm, stages.late), (cotangents, results[:2], operands, stages.calc)
+        tables, whose = (
+            (stages.comm, stages.late),
+            (cotangents, results[:2], operands, stages.calc, plan.travel),
+        )
         comm, late_tables = self._of_one_call(tables, *whose)
         remote = Fetches(self._link, (k, v), comm, kept_stages, exposed=True)
         late = self._late(late_tables, *kept[len(stages.comm) :])
@@ -168,11 +173,11 @@ class Stages:
         if late:
             of_late, dq = barrier(of_late, dq)
             dkv = late.add_returned(dkv, of_late)
-        if late or stages.comm:  # else nothing is in flight
-            dq, *dkv = self._link.keep((dq, *dkv))
         dk, dv = self._sum_shared(dkv)
         dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
-        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
+        gradients_of = dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
+        # Without these nothing was in flight.
+        return self._link.keep(gradients_of) if late or stages.comm else gradients_of
 
     def _remote_gradients(self, gradients, rows, dq, remote: Fetches, stages):
         """What all remote stages add to dQ, and the way back of their dK and dV."""

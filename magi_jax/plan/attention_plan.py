@@ -128,7 +128,8 @@ class AttentionPlan:
             mask: the mask that was planned; with it the report has lower bounds and the gap to them.
 
         Raises:
-            ValueError: the plan is traced, stacked or local, or ``mask`` is not the one that was planned.
+            ValueError: the plan is traced, stacked or local, or ``mask`` has another area than
+                the one that was planned.
         """
         return make_report(self, cost_model, ranks_per_node, mask)
 

@@ -49,7 +49,7 @@ def make_report(
 
     Raises:
         ValueError: the plan is traced, stacked or local, so that there are no tables to count; its nodes
-            are others; or bounds are asked for of cross-attention or of another mask.
+            are others; or bounds are asked for of cross-attention or of a mask of another area.
     """
     require_concrete(plan, "report")
     cp_size = plan.cp_size

@@ -47,11 +47,11 @@ def roomy_late(late: LateSpec, factor: float, local_len: int) -> LateSpec:
     return LateSpec(calc, comm, rows)
 
 
-def roomy_travel(travel: TravelSpec, factor: float, local_len: int) -> TravelSpec:
+def roomy_travel(travel: TravelSpec, factor: float) -> TravelSpec:
     """The same of travelling queries."""
     comm = grown(travel.comm, factor)
     calc = _roomy_table(travel.calc, factor)
-    return TravelSpec(dataclasses.replace(calc, q_len=comm.dst_rows, k_len=local_len), comm)
+    return TravelSpec(dataclasses.replace(calc, q_len=comm.dst_rows), comm)
 
 
 def roomy_move(spec: CommSpec, factor: float, pieces: int) -> CommSpec:

@@ -163,7 +163,7 @@ class PlanSpec(Sizes):
             comm=forward.comm,
             late=forward.late,
             backward=None if self.backward is None else roomy_stages(self.backward, *rows),
-            travel=None if self.travel is None else roomy_travel(self.travel, *rows),
+            travel=None if self.travel is None else roomy_travel(self.travel, factor),
             transfer=moved(self.transfer, factor),
             # A roll moves few rows of each piece: their number goes with that of the entries.
             rolls=tuple(moved(spec, entries) for spec in self.rolls),

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "xla_ffi"
 # Of the operands, results, attributes and targets of all handlers. When those of a target change, raise
 # INTERFACE in magi_jax/ops/ffi.py and kInterface in xla_ffi/common/registration.h, and store the new digest;
 # a target that is new, which XLA misses by name in an older module, asks for the new digest alone.
-DIGEST_OF_INTERFACE = {4: "5156eca92a58c720"}
+DIGEST_OF_INTERFACE = {5: "5156eca92a58c720"}
 BINDING = re.compile(r"\.(?:template )?(?:Arg|Ret|Attr|Remaining)\w*[<(].*|\{\"magi_jax_\w+\".*")
 
 

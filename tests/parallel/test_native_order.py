@@ -20,6 +20,7 @@ from magi_jax.parallel.dist_attention import dist_attention
 from magi_jax.plan import PlanConfig, make_plan
 
 STAGES = 3
+SINKS = 4  # place among the operands
 
 
 class Program:
@@ -99,26 +100,27 @@ def text(steps):
 
 
 def traced(plan, gradients=False, of=(0, 1, 2), **options):
-    """Attention under a plan, or its gradients with respect to some operands."""
+    """Attention under a plan, or its gradients with respect to some of q, k, v, plan and sinks."""
     cp_size = plan.cp_size
     mesh = jax.sharding.AbstractMesh((cp_size,), ("cp",), axis_types=(AxisType.Auto,))
     transport = NativeCalls(1, 2, "cp", cp_size).transport()
     how = DistOptions(transport=transport, implementation="reference")
 
-    def attend(q, k, v, plan):
-        return dist_attention(q, k, v, plan, options=how, **options)
+    def attend(q, k, v, plan, sinks=None):
+        return dist_attention(q, k, v, plan, sinks=sinks, options=how, **options)
 
     def loss(*args):
         return jnp.sum(attend(*args).astype(jnp.float32) ** 2)
 
     mapped = jax.shard_map(
         jax.grad(loss, of) if gradients else attend,
-        mesh=mesh, in_specs=(P("cp"),) * 4, out_specs=P("cp"), check_vma=False,
+        mesh=mesh, in_specs=(*(P("cp"),) * 4, *(P(),) * (SINKS in of)), out_specs=P("cp"), check_vma=False,
     )  # fmt: skip
     rows = cp_size * plan.spec.local_len
     arrays = [jax.ShapeDtypeStruct((rows, n, 16), jnp.bfloat16) for n in (4, 2, 2)]
     plan = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), plan)
-    return jax.jit(mapped).trace(*arrays, plan)
+    sinks = [jax.ShapeDtypeStruct((4,), jnp.float32)] * (SINKS in of)
+    return jax.jit(mapped).trace(*arrays, plan, *sinks)
 
 
 def lowered(plan, **options):
@@ -204,7 +206,7 @@ def test_calls_with_other_options_have_transfers_of_their_own():
     assert all(marks)
 
 
-@pytest.mark.parametrize("of", [(0,), (1,), (2,), (0, 2)])
+@pytest.mark.parametrize("of", [(0,), (1,), (2,), (0, 2), (SINKS,), (1, SINKS)])
 @pytest.mark.parametrize("overlap", ["late", 2])
 def test_every_call_is_finished_whatever_gradients_are_read(of, overlap):
     """A start stays, since computation waits for it; without its finish its results would be written to

@@ -243,3 +243,13 @@ def test_a_union_serves_masks_that_take_other_ways():
 def test_rolls_get_room_for_more_pieces():
     spec = make_plan(varlen_causal([700, 900, 400, 48]), 4, PlanConfig(chunk_size=64)).spec
     assert spec.scaled(1.5).rolls[0].pair_rows >= min(2 * spec.rolls[0].pair_rows, spec.local_len)
+
+
+def test_room_for_travelling_queries_that_see_other_keys():
+    """Keys of another number than queries keep theirs."""
+    config = PlanConfig(chunk_size=64)
+    of_keys, own = (make_plan(masks.causal(n), 2, config) for n in (1024, 256))
+    plan = own.with_mask(masks.full(256, 1024), keys=of_keys, travelling=((0, 16),))
+    roomy = plan.spec.scaled(1.5)
+    assert roomy.travel.calc.k_len == plan.spec.travel.calc.k_len == 512
+    own.with_mask(masks.full(256, 1024), keys=of_keys, travelling=((0, 16),), spec=roomy)

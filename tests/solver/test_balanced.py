@@ -209,6 +209,14 @@ def test_high_effort_looks_no_further_than_an_even_window(window, monkeypatch):
         )
 
 
+def test_keys_that_all_rows_see_are_dealt_to_all_ranks():
+    """As even as a window, but in neighbouring rows one rank would send to all others."""
+    mask = masks.full(1 << 14, 1 << 11).shift(0, 0, 1 << 14, 1 << 14)
+    problem = problem_of(mask, 128, 8)
+    received, sent, _, _ = measure(balanced(problem), problem, 8)
+    assert sent.max() < 2 * received.max()
+
+
 def test_two_ranks_compare_chunks_with_long_runs():
     lengths = [1884, 19, 372, 139, 156, 198, 33, 195, 104, 2000, 307, 172, 185, 126, 86, 166, 397]
     problem = problem_of(masks.varlen([*lengths, 193, 638, 201, 251, 370], causal=True), 128, 2)

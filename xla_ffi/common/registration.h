@@ -12,7 +12,7 @@ namespace magi_jax {
 
 // Number of the contract between the custom calls and magi_jax/ops/ffi.py, which refuses any other:
 // raise both when operands, results, attributes or the meaning of a table change.
-constexpr int kInterface = 4;
+constexpr int kInterface = 5;
 
 struct Registration {
   const char* target;

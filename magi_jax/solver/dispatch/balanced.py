@@ -33,6 +33,8 @@ from magi_jax.solver.engine import check_engine, compiled
 MAX_START_IMBALANCE = 1.25
 # Runs whose ranks receive more than so many times what they must are compared with chunks in any case.
 FAR_FROM_BOUND = 3.0
+# Rows of the worst rank over those of the mean rank, up to which rows cross alike at all edges.
+ALIKE = 1.25
 # Fixed time of a proposed exchange, in spans.
 SPANS_OF_A_MOVE = 15
 # Greedy passes pile travelling rows up on few ranks; it takes so many exchanges to spread them.
@@ -101,12 +103,13 @@ class _Runs(NamedTuple):
         return self.score.total_rows <= FAR_FROM_BOUND * bound
 
     def cut_a_band(self, problem: DispatchProblem) -> bool:
-        """Whether neighbouring rows of a mask of few slices are together and even: every rank has rows at
-        whose edge as many rows must cross, and none has more than one such edge to its left.
+        """Whether neighbouring rows of a mask of few slices are together and even, and rows cross alike at
+        every edge between them: no rank sends or receives much more than one does in the mean.
         """
         is_even = self.score.imbalance <= effort_of(problem).area_limit
+        is_alike = self.score.rank_rows * (problem.cp_size - 1) <= ALIKE * self.score.total_rows
         neighbours = np.array_equal(self.placed.owner, np.arange(problem.cp_size))
-        return is_even and neighbours and len(problem.slices) <= FEW_SLICES
+        return is_even and is_alike and neighbours and len(problem.slices) <= FEW_SLICES
 
     def move_little(self, problem: DispatchProblem) -> bool:
         """Whether rows cost little beside all else, or none moves."""
