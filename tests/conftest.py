@@ -25,13 +25,15 @@ def quick_programs():
     jax.config.update(FEW_OPTIMIZATIONS, virtual_devices.cuda_devices() == 0)
 
 
-@pytest.fixture
-def all_optimizations():
-    """Programs as users have them."""
+@pytest.fixture(scope="module")
+def all_optimizations(quick_programs):
+    """Programs as users have them, none of which was compiled otherwise before."""
     before = jax.config.read(FEW_OPTIMIZATIONS)
     jax.config.update(FEW_OPTIMIZATIONS, False)
+    jax.clear_caches()
     yield
     jax.config.update(FEW_OPTIMIZATIONS, before)
+    jax.clear_caches()
 
 
 @pytest.fixture

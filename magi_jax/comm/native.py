@@ -130,20 +130,14 @@ class NativeCalls:
         """See `Transport.finish_call`."""
         results: list[jax.Array] = []
         for part in in_flight.parts:
-            operands = unify_varying(part.map, *part.results, *part.held)
-            types = [result_type(x.shape, x.dtype, operands[0]) for x in part.results]
-            aliases = {1 + i: i for i in range(len(types))}
-            call = jax.ffi.ffi_call(ffi.target(FINISH), types, input_output_aliases=aliases)
-            results += call(*operands, pool=np.int32(part.pool))
+            operands = (part.map, *part.results, *part.held)
+            places = range(1, 1 + len(part.results))
+            results += _give_back(FINISH, operands, places, pool=np.int32(part.pool))
         return results
 
     def keep(self, leaves: Leaves) -> list[jax.Array]:
         """See `Transport.keep`."""
-        operands = unify_varying(*leaves)
-        types = [result_type(x.shape, x.dtype, operands[0]) for x in operands]
-        aliases = {i: i for i in range(len(types))}
-        call = jax.ffi.ffi_call(ffi.target(KEEP), types, input_output_aliases=aliases)
-        return list(call(*operands))
+        return _give_back(KEEP, leaves, range(len(leaves)))
 
     def _start(self, call: _Call, leaves: Leaves, dtypes: list) -> Part:
         self._check_place(call.axis_name)
@@ -205,3 +199,14 @@ def _check_summed(dtype: Any) -> None:
         raise NotImplementedError(
             f"the native group_reduce adds {', '.join(_SUMMED)}; got {jnp.dtype(dtype).name}"
         )
+
+
+def _give_back(
+    target: str, operands: Leaves, places: range, **attributes: np.int32
+) -> list[jax.Array]:
+    """Calls what returns the operands at ``places``, in the same buffers."""
+    operands = unify_varying(*operands)
+    types = [result_type(operands[i].shape, operands[i].dtype, operands[0]) for i in places]
+    aliases = {place: i for i, place in enumerate(places)}
+    call = jax.ffi.ffi_call(ffi.target(target), types, input_output_aliases=aliases)
+    return list(call(*operands, **attributes))

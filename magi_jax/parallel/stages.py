@@ -134,11 +134,9 @@ class Stages:
         kept_stages = kept[: len(stages.comm)]
         # Tied to the cotangents: it must not start before, nor be merged with the forward pass's
         # transfer, whose result would then be kept alive in between.
-        tables, whose = (
-            (stages.comm, stages.late),
-            (cotangents, results[:2], operands, stages.calc, plan.travel),
-        )
-        comm, late_tables = self._of_one_call(tables, *whose)
+        tables = stages.comm, stages.late
+        tied = cotangents, results[:2], operands, stages.calc, plan.travel
+        comm, late_tables = self._of_one_call(tables, *tied)
         remote = Fetches(self._link, (k, v), comm, kept_stages, exposed=True)
         late = self._late(late_tables, *kept[len(stages.comm) :])
         of_late_keys = late.fetch((k, v)) if late else None
