@@ -55,10 +55,10 @@ def main() -> None:
         if attention != "cudnn" or on_gpu
     ]
     rows, runs = [], []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for attention, policy in sweeps:
-            found, last = sweep(attention, policy, args, pool)
-            rows += found
+    with ThreadPoolExecutor(args.jobs) as pool, ThreadPoolExecutor(len(sweeps)) as sweepers:
+        found = sweepers.map(lambda way: sweep(*way, args, pool), sweeps)
+        for (attention, _), (new, last) in zip(sweeps, found, strict=True):
+            rows += new
             if last is not None and attention == "ours" and on_gpu:
                 runs.append(last)
     content = {
