@@ -1,10 +1,10 @@
 """Masks of any length at a glance: how much of each block is visible, as numbers and as text."""
 
-import itertools
-
 import numpy as np
 
 from magi_jax.masks import bands
+
+_BLOCKS_AT_ONCE = 1 << 19
 
 
 def coverage(slices: np.ndarray, q_len: int, k_len: int, rows: int, columns: int) -> np.ndarray:
@@ -15,15 +15,26 @@ def coverage(slices: np.ndarray, q_len: int, k_len: int, rows: int, columns: int
     """
     q_edges, k_edges = _edges(q_len, rows), _edges(k_len, columns)
     counts = np.zeros((rows, columns), np.int64)
-    for row, (start, end) in enumerate(itertools.pairwise(q_edges)):
-        inside = bands.clip(slices, q_start=start, q_end=end)
-        inside = inside[bands.is_visible(inside)]
-        parts = bands.clip(
-            np.repeat(inside, columns, axis=0),
-            k_start=np.tile(k_edges[:-1], len(inside)),
-            k_end=np.tile(k_edges[1:], len(inside)),
+    row, row_count = _touched(slices[:, bands.Q_START], slices[:, bands.Q_END], q_edges)
+    column, column_count = _touched(slices[:, bands.K_START], slices[:, bands.K_END], k_edges)
+    num_blocks = row_count * column_count
+    # Slices by slices, so that the blocks of all of them need not fit in memory at once.
+    groups = (np.cumsum(num_blocks) - num_blocks) // _BLOCKS_AT_ONCE
+    for part in np.split(np.arange(len(slices)), np.flatnonzero(np.diff(groups)) + 1):
+        owner = np.repeat(part, num_blocks[part])
+        place = np.arange(len(owner)) - np.repeat(
+            np.cumsum(num_blocks[part]) - num_blocks[part], num_blocks[part]
         )
-        counts[row] = bands.area(parts).reshape(-1, columns).sum(axis=0)
+        i, j = divmod(place, column_count[owner])
+        i, j = i + row[owner], j + column[owner]
+        cut = bands.clip(
+            slices[owner],
+            q_start=q_edges[i],
+            q_end=q_edges[i + 1],
+            k_start=k_edges[j],
+            k_end=k_edges[j + 1],
+        )
+        np.add.at(counts, (i, j), bands.area(cut))
     return counts / np.maximum(np.outer(np.diff(q_edges), np.diff(k_edges)), 1)
 
 
@@ -37,3 +48,11 @@ def sketch(shares: np.ndarray) -> str:
 
 def _edges(length: int, parts: int) -> np.ndarray:
     return np.arange(parts + 1, dtype=np.int64) * length // parts
+
+
+def _touched(
+    start: np.ndarray, end: np.ndarray, edges: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first part that each non-empty interval meets, and how many parts there are to its last one."""
+    first = np.searchsorted(edges, start, side="right") - 1
+    return first, np.searchsorted(edges, end, side="left") - first

@@ -128,8 +128,7 @@ class AttentionPlan:
             mask: the mask that was planned; with it the report has lower bounds and the gap to them.
 
         Raises:
-            ValueError: the plan is traced, stacked or local, or ``mask`` has another area than
-                the one that was planned.
+            ValueError: the plan is traced, stacked or local, or ``mask`` is not the one that was planned.
         """
         return make_report(self, cost_model, ranks_per_node, mask)
 
@@ -193,6 +192,7 @@ class AttentionPlan:
             engine: "compiled" or "numpy"; both make the same plans.
 
         Raises:
+            TypeError: ``mask`` is no mask, or ``keys`` are neither a plan nor a name.
             ValueError: the mask does not fit the sequence, or the plan does not fit ``spec``.
         """
         started = time.perf_counter()
@@ -201,7 +201,7 @@ class AttentionPlan:
         check_engine(engine)
         overlap, travelling = settled_overlap(overlap), settled_travelling(travelling)
         frame = frame_of(self.spec)
-        others = keys if keys is None or isinstance(keys, str) else keys._tokens("with_mask")
+        others = keys._tokens("with_mask") if isinstance(keys, AttentionPlan) else keys
         kind, home, keys_len = find_keys(mask, own, others)
         layout = layout_of(self.dispatch, self.cp_size)
         dispatched, rolls = self.dispatch, self.rolls

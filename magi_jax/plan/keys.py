@@ -35,12 +35,18 @@ def find_keys(mask: AttnMask, queries: Tokens, keys: Tokens | str | None) -> tup
         are weighed against.
 
     Raises:
+        TypeError: ``keys`` are none of these.
         ValueError: the mask is of other lengths, or keys and queries are on different numbers of ranks.
     """
     spec = queries.spec
     if keys is None:
         check_mask(mask, spec.seq_len)
         return OWN_KEYS, queries.as_keys(), spec.seq_len
+    if not isinstance(keys, (Tokens, str)):
+        raise TypeError(
+            f"keys must be the AttentionPlan that dispatched them, {REPLICATED_KEYS!r} or None, got"
+            f" {type(keys).__name__}: make_plan(mask_of_the_keys, cp_size={spec.cp_size}) makes one"
+        )
     if isinstance(keys, str):
         if keys != REPLICATED_KEYS:
             raise ValueError(f'keys must be a plan, "{REPLICATED_KEYS}" or None, got {keys!r}')

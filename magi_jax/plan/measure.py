@@ -8,7 +8,9 @@ import jax
 import numpy as np
 
 from magi_jax.masks import AttnMask, bands
+from magi_jax.masks.attn_mask import require_mask
 from magi_jax.plan.lay_out.dispatch import layout_of
+from magi_jax.plan.recognise import first_other_query
 from magi_jax.plan.report import PlanReport
 from magi_jax.plan.spec import OWN_KEYS
 from magi_jax.plan.tables import (
@@ -49,7 +51,7 @@ def make_report(
 
     Raises:
         ValueError: the plan is traced, stacked or local, so that there are no tables to count; its nodes
-            are others; or bounds are asked for of cross-attention or of a mask of another area.
+            are others; or bounds are asked for of cross-attention or of another mask.
     """
     require_concrete(plan, "report")
     cp_size = plan.cp_size
@@ -90,11 +92,23 @@ def make_report(
         raise ValueError(
             "lower bounds are of self-attention; the keys of this plan are other tokens"
         )
-    if mask.area != (planned := int(report.rank_area.sum())):
+    _refuse_other(plan, mask, int(report.rank_area.sum()))
+    return replace(report, bounds=_bounds(plan, mask, report.imbalance, per_node))
+
+
+def _refuse_other(plan, mask: AttnMask, planned: int) -> None:
+    """Refuses a mask that is not the one that was planned."""
+    require_mask(mask)
+    if mask.area != planned:
         raise ValueError(
             f"mask is another one: it shows {mask.area} pairs, the plan computes {planned}"
         )
-    return replace(report, bounds=_bounds(plan, mask, report.imbalance, per_node))
+    query = first_other_query(plan, mask)
+    if query is not None:
+        raise ValueError(
+            f"mask is another one: it shows as many pairs as the plan computes, {planned}, but query"
+            f" {query} sees other keys"
+        )
 
 
 def _node_of(plan, ranks_per_node: int | None) -> int:

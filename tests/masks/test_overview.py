@@ -26,6 +26,11 @@ def test_coverage_of_random_masks(seed):
     np.testing.assert_allclose(mask.coverage(rows, columns), wanted, rtol=1e-12)
 
 
+def test_coverage_by_cells_is_the_mask():
+    mask = masks.varlen([700, 800]) | masks.global_rows(1500, rows=(3, 5))
+    np.testing.assert_array_equal(mask.coverage(1500), mask.dense())  # two million blocks of a cell
+
+
 def test_frames_of_a_long_clip_see_their_window_and_the_first():
     frames, window = 40, 8
     mask = masks.uniform_block_causal(

@@ -217,6 +217,10 @@ def test_refusals():
         make_plan(mask, 4)
     with pytest.raises(ValueError, match='keys must be a plan, "replicated" or None'):
         DECODER.with_mask(mask, keys="everywhere")
+    with pytest.raises(
+        TypeError, match="that dispatched them, .*got AttnMask: make_plan.*cp_size=4"
+    ):
+        DECODER.with_mask(mask, keys=masks.full(K_LEN))
     with pytest.raises(ValueError, match="keys are on 2 ranks, the queries on 4"):
         DECODER.with_mask(mask, keys=make_plan(masks.full(K_LEN), 2))
     with pytest.raises(ValueError, match="sequences have only 53 and 53"):
