@@ -1,12 +1,11 @@
 """Calls of other attention kernels on the masks that each of them can express.
 
 A peer is a function ``(case) -> Passes``; it raises what the library raises where it refuses a case. Peers
-whose package is not installed are left out by `available`.
+whose package is not installed are left out by `peers.available`.
 """
 
 import collections
 import functools
-import importlib.util
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -252,20 +251,6 @@ def torch_flex(case: Case) -> Passes:
         mask = create_block_mask(visible, None, None, length, length, device="cuda")
     compiled = torch.compile(flex_attention)
     return _torch_passes(lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=True), case)
-
-
-def available(names: list[str]) -> dict[str, Callable[[Case], Passes]]:
-    """The peers of these names whose packages are installed."""
-    every = {
-        "cudnn": (cudnn, "jax"),
-        "tokamax": (tokamax, "tokamax"),
-        "torch_sdpa": (torch_sdpa, "torch"),
-        "torch_varlen": (torch_varlen, "torch"),
-        "torch_flex": (torch_flex, "torch"),
-    }
-    if unknown := set(names) - set(every):
-        raise ValueError(f"peers must be among {sorted(every)}, got {sorted(unknown)}")
-    return {name: every[name][0] for name in names if importlib.util.find_spec(every[name][1])}
 
 
 def _torch_passes(call: Callable, case: Case, *, tokens_first: bool = False) -> Passes:

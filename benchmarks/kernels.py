@@ -25,7 +25,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_peers import FRAME, WINDOW, Case, Passes, available, jax_passes
+from agreement import as_rows, refuse_difference
+from kernel_peers import FRAME, WINDOW, Case, Passes, jax_passes
+from peers import available
 from provenance import save
 from timing import matmul_tflops, mean_seconds
 
@@ -42,7 +44,6 @@ FLOPS = {"forward": 4, "backward": 10, "both": 14}  # per visible pair, head and
 PEERS = ("cudnn", "tokamax", "torch_sdpa", "torch_varlen")  # torch_flex compiles for minutes
 MOST_REPEATS = 16  # of a pass in one program
 TURNS = 3  # in which implementations are timed one after the other
-LARGEST_DIFFERENCE = 0.02  # of two results, in the 2-norm; bfloat16 gives about 0.004
 
 
 def main() -> None:
@@ -203,14 +204,7 @@ def compile_all(calls: dict[str, Calls], passes: list[str]) -> None:
 
 def measure_mask(calls: Calls, shape: tuple[int, ...], args: argparse.Namespace) -> dict:
     """Seconds by implementation and pass, and why a peer has none."""
-    expected = None
-    for name, passes in list(calls.passes.items()):
-        with refusals(name, calls):
-            result = as_rows(passes.forward(), shape)
-            if expected is None:
-                expected = result
-            elif (error := difference(result, expected)) > LARGEST_DIFFERENCE:
-                raise ValueError(f"differs from ours by {error:.3g}")
+    compare(calls, shape, [which for which in ("forward", "backward") if which in args.passes])
     found: dict[str, dict] = {name: {} for name in calls.passes}
     for which in args.passes:
         for name, passed in in_turns(
@@ -218,6 +212,17 @@ def measure_mask(calls: Calls, shape: tuple[int, ...], args: argparse.Namespace)
         ).items():
             found[name][which] = passed / calls.passes[name].repeats
     return {"seconds": {name: found[name] for name in calls.passes}, "errors": calls.errors}
+
+
+def compare(calls: Calls, shape: tuple[int, ...], passes: list[str]) -> None:
+    """Leaves out peers whose output or gradients are not ours."""
+    for which in passes:
+        expected: list[jax.Array] = []
+        for name, each in list(calls.passes.items()):
+            with refusals(name, calls):
+                found = as_rows(getattr(each, which)(), shape)
+                expected = expected or found
+                refuse_difference(which, found, expected)
 
 
 def in_turns(calls: Calls, which: str, lead_s: float, budget_s: float) -> dict[str, float]:
@@ -251,22 +256,6 @@ def make_operands(length: int, head_dim: int) -> tuple[jax.Array, ...]:
         jax.random.normal(key, (length, n, head_dim), jnp.bfloat16)
         for key, n in zip(keys, heads, strict=True)
     )
-
-
-def as_rows(result, shape: tuple[int, ...]) -> jax.Array:
-    """A result of any library, the first of several, as ``[T, N, H]``."""
-    if isinstance(result, list):
-        result = result[0]
-    if not isinstance(result, jax.Array):
-        result = jnp.from_dlpack(result[0].transpose(0, 1).contiguous())
-    return result.reshape(shape)
-
-
-@jax.jit
-def difference(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Distance of two arrays over the length of the second, both in the 2-norm."""
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel())
 
 
 def against_best(rates: dict[str, float]) -> dict:
