@@ -74,6 +74,8 @@ def how(stored: dict) -> list[str]:
         f"commit `{run['commit']}`, {run['date']}, `{run['command']}`" for run in stored["kernels"]
     )
     apart = stored.get("visits_differ")
+    often = stored["kernels"][0].get("visits_to_long")
+    long = f" (the long ones over whole masks {often} times)" if often else ""
     return [
         f"Kernel calls were timed on {stored['kernels'][0]['device']} ({sources}):"
         f" {stored['timed_pieces']} of {stored['pieces']} different calls: of ours and of the others that"
@@ -81,7 +83,7 @@ def how(stored: dict) -> list[str]:
         " four slowest, and so on as far as the time sufficed, on a card that did not rest, calls of like"
         " rates one after the other"
         + (
-            "; each was visited twice, and the two lie"
+            f"; each was visited twice{long}, and the first two lie"
             f" {percent(apart[0])} apart (median; 95th percentile {percent(apart[1])})."
             if apart
             else "."

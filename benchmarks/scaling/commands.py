@@ -14,7 +14,7 @@ from provenance import save
 from scaling.fit import Fit, features, first_fit, fit
 from scaling.links import with_other_links
 from scaling.machine import Machine, Times, tail_us
-from scaling.measure import SLOW, VISITS, call_seconds, time_orders
+from scaling.measure import LONG_VISITS, SLOW, VISITS, call_seconds, time_orders, visits_to
 from scaling.model import step_us
 from scaling.orders import Order, Posed, calls_of, choose, load_orders, predict, save_orders
 from scaling.problems import problem_names, problems
@@ -88,7 +88,9 @@ def prepare(args) -> dict[str, Order]:
     chosen = {key: Order(pieces[key], tuple(sorted(passes))) for key, passes in wanted.items()}
     save_orders(args.pieces, chosen)
     seconds = sum(
-        call_seconds(predicted[which][key]) for key in chosen for which in chosen[key].passes
+        call_seconds(predicted[which][key], visits_to(chosen[key].piece))
+        for key in chosen
+        for which in chosen[key].passes
     )
     print(f"{len(chosen)} of {len(pieces)} pieces, about {seconds:.0f} s, in {args.pieces}")
     return chosen
@@ -104,6 +106,7 @@ def time_on_gpu(args) -> None:
         "what": "microseconds of kernel calls by piece; see scaling.work.Piece.key",
         "implementation": args.implementation or "default",
         "visits": VISITS,
+        "visits_to_long": LONG_VISITS,
         "pieces": {
             key: {
                 **{which: round(times[which], 1) for which in times["visits"]},
@@ -191,11 +194,11 @@ def read_times(paths: list[pathlib.Path]) -> tuple[list[dict], dict[str, dict]]:
 
 
 def visits_differ(sources: list[dict]) -> list[float]:
-    """50th and 95th percentile of how far the two visits to a call lie apart, over their mean; empty if none
-    had two.
+    """50th and 95th percentile of how far the first two visits to a call lie apart, over their mean; empty if
+    none had two.
     """
     twice = [
-        us
+        us[:2]
         for source in sources
         for piece in source["pieces"].values()
         for us in piece.get("visits", {}).values()

@@ -28,6 +28,9 @@ HOST_CALLS, HOST_SAMPLES = 9, 15  # by which the host's part of a sequence of ca
 HOST_US = 1e6  # after which as many samples do as there are, where calls are long
 WHOLE = 2  # slices of a mask that has hardly any edges
 VISITS = 2  # to a piece, in one order and back
+# On regular masks strategies differ by less than two visits to a call do: so there are more to long calls, of
+# at least so many pairs in all heads, over whole masks.
+LONG_VISITS, LONG_PAIRS = 4, 2**31
 POOL = 1 << 24  # different numbers in an operand, which repeats them
 MOST_BYTES = 48 << 30  # of operands that are kept for later blocks
 
@@ -91,14 +94,25 @@ def _walk(block: list[str], orders: dict[str, Order]) -> list[tuple[str, str]]:
         return call[1], len(piece.slices) > WHOLE, piece.area / piece.q_len
 
     once = sorted(((key, which) for key in block for which in orders[key].passes), key=rate)
-    return [call for visit in range(VISITS) for call in once[:: -1 if visit % 2 else 1]]
+    walk = []
+    for visit in range(LONG_VISITS):
+        due = [call for call in once if visit < visits_to(orders[call[0]].piece)]
+        walk += due[:: -1 if visit % 2 else 1]
+    return walk
+
+
+def visits_to(piece: Piece) -> int:
+    """How often a pass of a piece is timed."""
+    is_long = len(piece.slices) <= WHOLE and piece.area * piece.heads >= LONG_PAIRS
+    return LONG_VISITS if is_long else VISITS
 
 
 def settled_us(visits: list[float]) -> float:
-    """What the visits to a call say: the mean, and of a long call, which is but one in each, the least, since
-    memory that is asked for the first time holds one up.
+    """What the visits to a call say: the mean; of a long call, which is but one in each, without the slowest,
+    since memory that is asked for the first time holds one up.
     """
-    return min(visits) if min(visits) > LONG_US else statistics.mean(visits)
+    is_one = len(visits) > 1 and min(visits) > LONG_US
+    return statistics.mean(sorted(visits)[:-1] if is_one else visits)
 
 
 def _pace() -> float:
@@ -301,7 +315,7 @@ def run_us(call: Callable, count: int) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
-def call_seconds(us: float) -> float:
-    """What it takes to time a call of so many microseconds, in all visits."""
+def call_seconds(us: float, visits: int) -> float:
+    """What it takes to time a call of so many microseconds so often."""
     calls = us if us > LONG_US else 2 * us + max(LEAD_US, us) + max(TIMED_US, us) + FILL_US
-    return VISITS * calls / 1e6
+    return visits * calls / 1e6
