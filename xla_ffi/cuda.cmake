@@ -168,7 +168,7 @@ find_package(Threads REQUIRED)
 target_sources(_ffi PRIVATE xla_ffi/handlers/ffa_cuda.cc xla_ffi/handlers/kernels_cuda.cc
                xla_ffi/handlers/group_cuda.cc xla_ffi/handlers/group_decode_cuda.cc
                xla_ffi/handlers/group_binding_cuda.cc
-               xla_ffi/comm/pool.cc)
+               xla_ffi/comm/pool.cc xla_ffi/comm/pool_calls.cc xla_ffi/comm/pool_failure.cc)
 list(JOIN architectures " " shown)
 target_compile_definitions(_ffi PRIVATE MAGI_JAX_WITH_CUDA "MAGI_JAX_CUDA_BUILT_FOR=\"${shown}\"")
 target_include_directories(_ffi SYSTEM PRIVATE "${MAGI_JAX_CUDA_INCLUDE}")

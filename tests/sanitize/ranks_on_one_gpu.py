@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SOURCES = ("cast.cu", "own_rows.cu", "push.cu", "reduce.cu", "pool.cc")
+KERNELS = ("cast.cu", "own_rows.cu", "push.cu", "reduce.cu")
+SOURCES = (*KERNELS, "pool.cc", "pool_calls.cc", "pool_failure.cc")
 
 
 def main() -> int:

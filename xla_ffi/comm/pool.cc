@@ -4,37 +4,13 @@
 #include <cstring>
 
 #include "xla_ffi/comm/kernels.h"
+#include "xla_ffi/comm/pool_layout.h"
 
 namespace magi_jax::comm {
 namespace {
 
-constexpr int64_t kAlignment = 256;
-constexpr size_t kMostInFlight = 4096;    // more were never finished
-constexpr int32_t kLeastPushBlocks = 12;  // with fewer, reading by large bulk copies is as fast
-
-int64_t Align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-// Byte offsets of the parts of a member's memory.
-struct Layout {
-  int64_t outbox, bases, broken, arrived, apart, staging;
-
-  explicit Layout(int64_t cp_size)
-      : outbox(Align(cp_size * static_cast<int64_t>(sizeof(Mailbox)))),
-        bases(outbox + Align(cp_size * 8)),
-        broken(bases + Align(cp_size * 8)),
-        arrived(broken + 8),
-        apart(broken + 16),
-        staging(broken + kAlignment) {}
-};
-
-template <class T>
-T* At(void* memory, int64_t offset) {
-  return reinterpret_cast<T*>(static_cast<char*>(memory) + offset);
-}
-
-std::string Explain(const char* what, cudaError_t error) {
-  return std::string(what) + ": " + cudaGetErrorString(error);
-}
+// With fewer, reading by large bulk copies is as fast.
+constexpr int32_t kLeastPushBlocks = 12;
 
 // Makes a device the current one of this thread for a while.
 class CurrentDevice {
@@ -52,18 +28,6 @@ class CurrentDevice {
 };
 
 }  // namespace
-
-const char* KindName(Kind kind) {
-  switch (kind) {
-    case Kind::kCast:
-      return "group_cast";
-    case Kind::kReduceSum:
-      return "group_reduce";
-    case Kind::kReduceLse:
-      return "group_reduce with op=\"lse\"";
-  }
-  return "a call";
-}
 
 int64_t MemberBytes(int32_t cp_size, int64_t staging_bytes) {
   return Layout(cp_size).staging + Align(staging_bytes);
@@ -214,112 +178,6 @@ bool Member::pushes_rows(int32_t num_blocks) const {
 
 void* Member::staging() const { return At<char>(memory_, Layout(config_.cp_size).staging); }
 
-cudaError_t Member::Begin(cudaStream_t stream, Kind kind, uint64_t signature, int32_t num_blocks,
-                          Meeting* meeting) {
-  if (cudaError_t error = cudaEventRecord(fork_, stream)) return error;
-  if (cudaError_t error = cudaStreamWaitEvent(side_, fork_, 0)) return error;
-  const Layout layout(config_.cp_size);
-  meeting->inbox = static_cast<Mailbox*>(memory_);
-  meeting->outbox = At<Mailbox*>(memory_, layout.outbox);
-  meeting->bases = At<uint64_t>(memory_, layout.bases);
-  meeting->broken = At<uint32_t>(memory_, layout.broken);
-  meeting->arrived = At<uint64_t>(memory_, layout.arrived);
-  meeting->apart = At<uint64_t>(memory_, layout.apart);
-  meeting->record = record_;
-  meeting->call = ++call_;
-  meeting->arrived_before = arrived_;
-  arrived_ += uint64_t{kBarriers} * num_blocks;
-  meeting->signature = signature;
-  meeting->timeout_ns = static_cast<uint64_t>(config_.timeout_ns);
-  meeting->rank = config_.rank;
-  meeting->kind = static_cast<uint32_t>(kind);
-  return cudaSuccess;
-}
-
-cudaError_t Member::BeginApart(int32_t blocks) {
-  apart_blocks_ += blocks;
-  return cudaStreamWaitEvent(apart_, fork_, 0);
-}
-
-cudaError_t Member::EndApart() {
-  if (cudaError_t error = cudaEventRecord(join_, apart_)) return error;
-  return cudaStreamWaitEvent(side_, join_, 0);
-}
-
-cudaError_t Member::End(std::vector<const void*> buffers) {
-  if (in_flight_.size() == kMostInFlight) {
-    idle_.push_back(in_flight_.front().done);
-    in_flight_.erase(in_flight_.begin());
-  }
-  cudaEvent_t done = nullptr;
-  if (idle_.empty()) {
-    if (cudaError_t error = cudaEventCreateWithFlags(&done, cudaEventDisableTiming)) return error;
-  } else {
-    done = idle_.back();
-    idle_.pop_back();
-  }
-  in_flight_.push_back({done, std::move(buffers)});
-  return cudaEventRecord(done, side_);
-}
-
-std::string Member::Finish(cudaStream_t stream, const std::vector<const void*>& buffers) {
-  // The latest call comes first: XLA gives buffers out again.
-  for (size_t i = in_flight_.size(); i-- > 0;) {
-    if (in_flight_[i].buffers != buffers) continue;
-    const cudaEvent_t done = in_flight_[i].done;
-    in_flight_.erase(in_flight_.begin() + static_cast<ptrdiff_t>(i));
-    idle_.push_back(done);
-    const cudaError_t status = cudaStreamWaitEvent(stream, done, 0);
-    return status == cudaSuccess ? "" : Explain("a call was not waited for", status);
-  }
-  return "no call in flight has these buffers: it was finished already, as where two calls with "
-         "equal"
-         " operands became one, is not among the last " +
-         std::to_string(kMostInFlight) + ", or its results were copied before it was done";
-}
-
-std::string Member::Failure() const {
-  if (!unusable_.empty()) return unusable_;
-  const auto failure =
-      static_cast<comm::Failure>(*static_cast<volatile uint32_t*>(&record_->failure));
-  if (failure == comm::Failure::kNone) return "";
-  const std::string peer = "rank " + std::to_string(record_->peer);
-  const std::string seconds = std::to_string(config_.timeout_ns * 1e-9) + " s";
-  std::string reason;
-  switch (failure) {
-    case comm::Failure::kNone:
-      break;
-    case comm::Failure::kNeverEntered:
-      reason = peer + " did not come within " + seconds;
-      break;
-    case comm::Failure::kNeverLeft:
-      reason = peer + " did not finish reading within " + seconds;
-      break;
-    case comm::Failure::kGaveUp:
-      reason = peer + " had given up";
-      break;
-    case comm::Failure::kOtherCall:
-      reason = peer + " makes another call, or one with arrays of other shapes";
-      break;
-    case comm::Failure::kOtherPlan:
-      reason = peer + " has a plan that differs from this rank's";
-      break;
-    case comm::Failure::kOtherRun:
-      reason = peer +
-               " runs other steps at the same time: threads of this process that run programs"
-               " over one symmetric memory must take turns";
-      break;
-    case comm::Failure::kOtherRank:
-      reason =
-          "the caller is " + peer + " of its mesh axis, the memory was set up for another mesh";
-      break;
-  }
-  return "rank " + std::to_string(config_.rank) + " (device " + std::to_string(config_.device) +
-         ") gave up in call " + std::to_string(record_->call) + " (" +
-         KindName(static_cast<Kind>(record_->kind)) + ") of symmetric memory " +
-         std::to_string(config_.pool) + ": " + reason;
-}
-
 Pools& Pools::Get() {
   // Never destroyed: the driver may be gone when the process ends.
   static Pools* const pools = new Pools;
@@ -367,12 +225,10 @@ void Pools::Remove(int32_t pool) {
   members_.erase(std::remove_if(members_.begin(), members_.end(), of_pool), members_.end());
 }
 
-std::string PoolFailure(int32_t pool) {
-  for (const std::shared_ptr<Member>& member : Pools::Get().MembersOf(pool)) {
-    std::string failure = member->Failure();
-    if (!failure.empty()) return failure;
-  }
-  return "";
+bool PoolPushes(int32_t pool, int32_t num_blocks) {
+  const std::vector<std::shared_ptr<Member>> members = Pools::Get().MembersOf(pool);
+  return std::all_of(members.begin(), members.end(),
+                     [num_blocks](const auto& member) { return member->pushes_rows(num_blocks); });
 }
 
 }  // namespace magi_jax::comm

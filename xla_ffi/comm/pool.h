@@ -48,7 +48,7 @@ class Member {
   const MemberConfig& config() const { return config_; }
   // Whether rows can be streamed through shared memory.
   bool streams_rows() const { return streams_rows_; }
-  // Whether casts write to the peers instead of reading from them.
+  // Whether casts could write to the peers instead of reading from them.
   bool pushes_rows(int32_t num_blocks) const;
   int64_t allocated_bytes() const { return memory_bytes_; }
   void* memory() const { return memory_; }
@@ -78,7 +78,7 @@ class Member {
   // Lets `stream` wait for the call with these buffers; an error or nothing.
   std::string Finish(cudaStream_t stream, const std::vector<const void*>& buffers);
   // After a call that was enqueued by halves: none can follow.
-  void GiveUp(std::string reason) { unusable_ = std::move(reason); }
+  void GiveUp(std::string reason);
   void* staging() const;
 
   // What went wrong, once something has; empty before. Does not wait for the device.
@@ -107,7 +107,8 @@ class Member {
   std::vector<cudaEvent_t> idle_;    // events of calls that were finished
   uint64_t call_ = 0, arrived_ = 0, apart_blocks_ = 0;
   bool streams_rows_ = false;
-  bool reaches_atomically_ = true;  // all peers
+  bool reaches_atomically_ = true;     // all peers
+  mutable std::mutex unusable_mutex_;  // threads of other devices ask for failures too
   std::string unusable_;
   std::vector<Mailbox*> outbox_;
   std::vector<uint64_t> bases_;
@@ -131,6 +132,10 @@ class Pools {
   int32_t next_number_ = 1;
   std::vector<std::shared_ptr<Member>> members_;
 };
+
+// Whether the casts of a pool write to the peers: where every member of it could. All ranks must do
+// alike, and where results are reached by their addresses all members are here.
+bool PoolPushes(int32_t pool, int32_t num_blocks);
 
 // The first failure of any member of a pool in this process; empty if there is none.
 std::string PoolFailure(int32_t pool);

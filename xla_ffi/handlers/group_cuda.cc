@@ -121,8 +121,8 @@ ffi::Error Enqueue(comm::Member& member, GroupCall& call, int64_t operand_rows, 
   call.move.num_blocks = member.config().num_blocks;
   if (beside == kExposed) call.move.num_blocks = std::max(call.move.num_blocks, kExposedBlocks);
   call.move.stream = member.streams_rows();
-  call.meeting.pushes = call.kind == Kind::kCast && member.pushes_rows(call.move.num_blocks) &&
-                        HasWholeVectors(call.move);
+  call.meeting.pushes = call.kind == Kind::kCast && HasWholeVectors(call.move) &&
+                        comm::PoolPushes(member.config().pool, call.move.num_blocks);
   MAGI_JAX_RETURN_IF_CUDA_ERROR(
       member.Begin(stream, call.kind, Signature(call), call.move.num_blocks, &call.meeting));
   MAGI_JAX_RETURN_IF_ERROR(PlaceOperands(member, call, operand_rows, member.side(), &call.meeting));
