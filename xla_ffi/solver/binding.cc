@@ -11,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "xla_ffi/solver/bind_documents.h"
 #include "xla_ffi/solver/bind_stages.h"
 #include "xla_ffi/solver/bind_tables.h"
 #include "xla_ffi/solver/problem.h"
@@ -129,6 +130,7 @@ class PlacementProblem {
 PYBIND11_MODULE(_planner, m) {
   m.doc() = "Compiled parts of magi_jax.solver: placing units on ranks, and the tables of a plan.";
   m.attr("interface") = kInterface;
+  BindDocuments(m);
   BindTables(m);
   BindStages(m);
   py::class_<PlacementProblem>(m, "PlacementProblem")

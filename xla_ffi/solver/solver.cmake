@@ -2,6 +2,7 @@
 
 # Plans must not depend on whether a compiler fuses multiplications and additions.
 pybind11_add_module(_planner NO_EXTRAS
+  xla_ffi/solver/bind_documents.cc
   xla_ffi/solver/bind_stages.cc
   xla_ffi/solver/bind_tables.cc
   xla_ffi/solver/binding.cc

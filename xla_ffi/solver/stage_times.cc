@@ -174,7 +174,7 @@ double PredictUs(const std::vector<double>& kernel_us, const std::vector<int64_t
                     far * row_bytes / (rates.node_link_gbps * 1e3)) +
            rates.latency_us;
   };
-  RankTimes t;
+  RankTimes t = {};
   t.num_stages = num_stages;
   t.travels = travel.out_us != nullptr;
   t.kernel.resize(num_stages + 1);
