@@ -43,14 +43,19 @@ def main() -> None:
     share = args.mebibytes * 2**20 // ROW_BYTES // (mesh.size - 1)
     rows = max(share // largest, 1) * largest * (mesh.size - 1)
     placements = args.placements or (["staged"] if args.coordinator else ["direct", "staged"])
-    figures = []
-    for placement in placements:
-        for blocks in args.blocks:
-            figures += group_figures(mesh, rows, args.piece_kibibytes, placement, blocks)
-    figures += transport_figures(mesh, rows, 1024, "portable", {"transport": "portable"})
+    portable = {"transport": "portable"}
+    parts = [
+        functools.partial(group_figures, mesh, rows, args.piece_kibibytes, placement, blocks)
+        for placement in placements
+        for blocks in args.blocks
+    ]
+    parts.append(lambda: transport_figures(mesh, rows, 1024, "portable", portable))
     if not args.no_peers:
-        figures += peer_figures(mesh, rows)
-    save_ranks(args, mesh, figures)
+        parts.append(lambda: peer_figures(mesh, rows))
+    figures = []
+    for part in parts:
+        figures += part()
+        save_ranks(args, mesh, figures)
 
 
 def group_figures(mesh: Mesh, rows: int, pieces: list[int], placement: str, blocks: int) -> list:

@@ -9,9 +9,10 @@ GPU on the same sequence; `imbalance` of the plan bounds it. With --busy that is
 slowest GPU while each of them computes the whole sequence for itself: cards differ, and share a
 cooler and a power supply. Cards change their pace, so whatever is compared takes short turns on
 cards that never rest; `ratio` is the mean over turns, each beside the single GPUs' turns before and
-after it, and `ratio_error` its standard error. With several processes, start one per
-GPU and add --coordinator HOST:PORT --processes N --process I; then the single GPUs are each process's
-own, all at once.
+after it, and `ratio_error` its standard error. With --single-tokens a single GPU computes a sequence
+of so many tokens at most, and `ratio` is that of the rates: the whole of eight GPUs takes one of them
+seconds. With several processes, start one per GPU and add --coordinator HOST:PORT --processes N
+--process I; then the single GPUs are each process's own, all at once.
 """
 
 import argparse
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8, help="of a kernel that moves rows")
     parser.add_argument("--no-single", action="store_true", help="skip the single GPU")
     parser.add_argument("--busy", action="store_true", help="single GPUs compute all at once")
+    parser.add_argument("--single-tokens", type=int, help="at most, of what a single GPU computes")
     parser.add_argument("--trace", type=pathlib.Path, help="folder for a profile of every case")
     add_process_flags(parser)
     args = parser.parse_args()
@@ -105,14 +107,17 @@ def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
     plan = plan_of(mask, cp_size, heads, overlap=args.overlap, effort=args.effort)
     label = {"mask": name, "heads": f"{num_heads}:{num_kv_heads}", "tokens": args.tokens}
     label |= described(plan)
-    flops = 4 * mask.area * num_heads * HEAD_DIM / cp_size
+    alone_mask = mask_alone(mask, name, args.single_tokens)
+    flops = {"alone": 4 * alone_mask.area * num_heads * HEAD_DIM}
+    flops["each"] = 4 * mask.area * num_heads * HEAD_DIM / cp_size
     tensors = operands(mesh, cp_size * plan.spec.local_len, num_heads, num_kv_heads)
     placed = jax.device_put(plan, NamedSharding(mesh, P("cp")))
     calls, checks, single = {}, [], None
     with contextlib.ExitStack() as stack:
         if not args.no_single:
             single = "each GPU" if args.busy or args.coordinator else "one GPU"
-            calls[single] = single_gpus(mesh, mask, num_heads, num_kv_heads, single == "one GPU")
+            one_only = single == "one GPU"
+            calls[single] = single_gpus(mesh, alone_mask, num_heads, num_kv_heads, one_only)
         for transport in args.transports:
             which, check = stack.enter_context(chosen(transport, mesh, plan, heads, args))
             checks.append(check)
@@ -122,25 +127,29 @@ def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
             trace(args.trace / f"{name}_{num_kv_heads}_{transport}", calls[transport])
         for check in checks:
             check()
-    return rows_of(times, single, label, flops, cp_size)
+    label["single_tokens"] = alone_mask.q_len
+    return rows_of(times, single, label, flops)
 
 
-def rows_of(
-    times: Times, single: str | None, label: dict, flops: float, cp_size: int
-) -> list[dict]:
-    """A row for each of what was timed; ``flops`` are those of one GPU of all."""
+def mask_alone(mask, name: str, tokens: int | None):
+    """What a single GPU computes: the mask itself, or that of a sequence of so many tokens."""
+    return mask if tokens is None or tokens >= mask.q_len else cases(tokens)[name]
+
+
+def rows_of(times: Times, single: str | None, label: dict, flops: dict[str, float]) -> list[dict]:
+    """A row for each of what was timed; ``flops`` are those of a GPU alone and of each of all."""
     rows = []
+    share = flops["each"] / flops["alone"]
     for which, seconds in means(times).items():
         alone = which == single
         beside = None
         if single and not alone:
             beside = {
-                name: [x / cp_size for x in ratio(times[single][name], turns)]
+                name: [x * share for x in ratio(times[single][name], turns)]
                 for name, turns in times[which].items()
             }
-        rows.append(
-            row(label | {"transport": which}, seconds, flops * (cp_size if alone else 1), beside)
-        )
+        work = flops["alone" if alone else "each"]
+        rows.append(row(label | {"transport": which}, seconds, work, beside))
     return rows
 
 
@@ -165,23 +174,19 @@ def described(plan: AttentionPlan) -> dict:
 def single_gpus(
     mesh: Mesh, mask, num_heads: int, num_kv_heads: int, first_only: bool
 ) -> dict[str, Callable]:
-    """Both passes on one GPU that has the whole sequence, or on all of this process at once."""
-    attention = functools.partial(magi_jax.flex_flash_attention, implementation=None)
-    tables, tensors = [], []
-    for device in mesh.local_devices[: 1 if first_only else None]:
-        alone = Mesh(np.array([device]), ("cp",), axis_types=(AxisType.Auto,))
-        tensors.append(operands(alone, mask.q_len, num_heads, num_kv_heads))
-        tables.append(jax.device_put(slice_table(mask), device))
-
-    forward = jax.jit(attention)
-    prepare = jax.jit(lambda q, k, v, t: jax.vjp(lambda q, k, v: attention(q, k, v, t), q, k, v)[1])
-    backward = jax.jit(lambda pull, dout: pull(dout))
-    pulls = [prepare(*x[:3], t) for x, t in zip(tensors, tables, strict=True)]
-    both = list(zip(tensors, tables, pulls, strict=True))
-    return {
-        "forward": lambda: [forward(*x[:3], t) for x, t, _ in both],
-        "backward": lambda: [backward(pull, x[3]) for x, _, pull in both],
-    }
+    """Both passes on one GPU that has a whole sequence, or on all of this process at once, one each."""
+    devices = mesh.local_devices[: 1 if first_only else None]
+    apart = Mesh(np.array(devices), ("cp",), axis_types=(AxisType.Auto,))
+    tensors = operands(apart, len(devices) * mask.q_len, num_heads, num_kv_heads)
+    table = jax.device_put(slice_table(mask), NamedSharding(apart, P()))
+    # One program for all of them, in which nothing crosses: it is compiled and started once.
+    attention = jax.shard_map(
+        functools.partial(magi_jax.flex_flash_attention, implementation=None),
+        mesh=apart,
+        in_specs=(P("cp"), P("cp"), P("cp"), P()),
+        out_specs=P("cp"),
+    )
+    return passes(attention, tensors, table)
 
 
 def our_passes(tensors, plan, mesh, transport) -> dict[str, Callable]:
