@@ -120,53 +120,40 @@ class Stages:
             plan: the rank's part of the plan.
         """
         (dout, dlse), (out, lse, kept), (q, k, v, sinks) = cotangents, results, operands
-
-        def gradients(
-            rows, keys_values, table, dkv_dtype=jnp.float32, dq=None, dq_dtype=jnp.float32
-        ):
-            (dout, q, lse, delta), (k, v) = rows, keys_values
-            options = {"dkv_dtype": dkv_dtype, "dq_dtype": dq_dtype, "accumulate": dq}
-            options |= self._kernel_options()
-            return self.implementation.backward(dout, q, k, v, lse, delta, table, **options)
-
         # What was kept came in the stages of the forward pass.
         stages = plan.forward_stages if self.keep_remote_kv else plan.backward_stages
-        kept_stages = kept[: len(stages.comm)]
         # Tied to the cotangents: it must not start before, nor be merged with the forward pass's
         # transfer, whose result would then be kept alive in between.
         tables = stages.comm, stages.late
         tied = cotangents, results[:2], operands, stages.calc, plan.travel
         comm, late_tables = self._of_one_call(tables, *tied)
-        remote = Fetches(self._link, (k, v), comm, kept_stages, exposed=True)
+        remote = Fetches(self._link, (k, v), comm, kept[: len(stages.comm)], exposed=True)
         late = self._late(late_tables, *kept[len(stages.comm) :])
         of_late_keys = late.fetch((k, v)) if late else None
         dout, zero = behind(remote.behind_start((dout, jnp.zeros((), jnp.float32))), of_late_keys)
         delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
         rows = (dout, q, lse, delta)
-        travel, returned_dq = self._travel(plan), None
+        travel = self._travel(plan)
         visitors = travel.send(rows) if travel else ()
         # Own keys come last: their gradients stay, and hide the way back of the last stage's.
         # Each call adds to the dQ of those before it. Zeros to begin with hide more of a first fetch that
         # takes longer than the sums above, as that of all keys of a stage does.
         dq = jnp.broadcast_to(zero, q.shape) if stages.comm else None
-        dq, returns = self._remote_gradients(gradients, rows, dq, remote, stages)
+        dq, returns = self._remote_gradients(rows, dq, remote, stages)
         of_late = None
         if late:
-            dq, of_late = late.differentiate(gradients, rows, of_late_keys, dq)
+            dq, of_late = late.differentiate(self._differentiate, rows, of_late_keys, dq)
         table = behind(returns.behind_start(stages.calc[0]), of_late)
         # Nothing is added to what is all of a key's gradient.
         is_final = late is None or late.is_all_of_its_keys
         is_final &= not stages.comm and travel is None and not self.shared_key_axes
         dkv_dtype = k.dtype if is_final else jnp.float32
-        dq_dtype = q.dtype if dq is None and travel is None else jnp.float32
-        dq, *own_dkv = gradients(rows, (k, v), table, dkv_dtype, dq, dq_dtype)
-        if travel:
-            visitors, (dq, *own_dkv) = barrier(visitors, (dq, *own_dkv))
-            returned_dq, visitors_dkv = travel.differentiate(gradients, visitors, (k, v))
-            own_dkv = list(map(jnp.add, own_dkv, visitors_dkv))
+        dq, own_dkv, dq_of_travelled = self._own_gradients(
+            rows, (k, v), table, dkv_dtype, dq, travel, visitors
+        )
         dq = returns.collect(dq)
-        if returned_dq is not None:
-            dq = dq + returned_dq
+        if dq_of_travelled is not None:
+            dq = dq + dq_of_travelled
         dkv = returns.plus(own_dkv)
         if late:
             of_late, dq = barrier(of_late, dq)
@@ -177,7 +164,26 @@ class Stages:
         # Without these nothing was in flight.
         return self._link.keep(gradients_of) if late or stages.comm else gradients_of
 
-    def _remote_gradients(self, gradients, rows, dq, remote: Fetches, stages):
+    def _differentiate(
+        self, rows, keys_values, table, dkv_dtype=jnp.float32, dq=None, dq_dtype=jnp.float32
+    ):
+        """Adds to dQ what the keys of a table give; also their dK and dV. Rows are dout, q, lse and delta."""
+        (dout, q, lse, delta), (k, v) = rows, keys_values
+        options = {"dkv_dtype": dkv_dtype, "dq_dtype": dq_dtype, "accumulate": dq}
+        options |= self._kernel_options()
+        return self.implementation.backward(dout, q, k, v, lse, delta, table, **options)
+
+    def _own_gradients(self, rows, keys_values, table, dkv_dtype, dq, travel, visitors):
+        """Adds to dQ what own keys give; also their dK and dV, and dQ of queries that travelled."""
+        dq_dtype = rows[1].dtype if dq is None and travel is None else jnp.float32
+        dq, *dkv = self._differentiate(rows, keys_values, table, dkv_dtype, dq, dq_dtype)
+        if not travel:
+            return dq, dkv, None
+        visitors, (dq, *dkv) = barrier(visitors, (dq, *dkv))
+        returned_dq, of_visitors = travel.differentiate(self._differentiate, visitors, keys_values)
+        return dq, list(map(jnp.add, dkv, of_visitors)), returned_dq
+
+    def _remote_gradients(self, rows, dq, remote: Fetches, stages):
         """What all remote stages add to dQ, and the way back of their dK and dV."""
         (*others, delta), returns = rows, Returns(self._link)
         order = range(len(stages.comm))
@@ -186,7 +192,7 @@ class Stages:
             keys_values, (delta, dq) = remote.take(stage, (delta, dq))
             table = stages.calc[stage + 1]
             table = returns.behind_start(remote.behind_start(table))
-            dq, *stage_dkv = gradients((*others, delta), keys_values, table, dq=dq)
+            dq, *stage_dkv = self._differentiate((*others, delta), keys_values, table, dq=dq)
             dq = returns.collect(dq)
             returns.give(stage_dkv, stages.comm[stage])
         returns.hasten()
