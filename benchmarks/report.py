@@ -10,6 +10,7 @@ import argparse
 import json
 import pathlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import report_ranks
 import report_scaling
@@ -49,6 +50,121 @@ dim forward, 2.5 times that for the gradients alone.
 """
 
 
+class Section(NamedTuple):
+    """A part of the page: how it is called, which result it shows, what makes that, and what writes it."""
+
+    title: str
+    name: str
+    command: str
+    write: Callable[[dict], list[str]]
+
+
+SECTIONS = (
+    Section(
+        "Kernels on one GPU", "kernels_gpu.json", "python benchmarks/kernels.py", write.kernels
+    ),
+    Section(
+        "Kernels on one GPU, head dim 64",
+        "kernels_64_gpu.json",
+        "python benchmarks/kernels.py --head-dims 64",
+        write.kernels,
+    ),
+    Section(
+        "Kernels on one GPU, beside tokamax and PyTorch",
+        "kernels_peers_gpu.json",
+        "python benchmarks/kernels.py --head-dims 128 --lengths 8192 32768",
+        write.kernel_peers,
+    ),
+    Section(
+        "Two GPUs beside one",
+        "distributed_h200.json",
+        "python benchmarks/distributed.py --busy",
+        report_ranks.distributed,
+    ),
+    Section(
+        "Two GPUs, beside other strategies",
+        "rivals_h200.json",
+        "python benchmarks/rivals.py --tokens 32768",
+        report_ranks.rivals,
+    ),
+    Section(
+        "Group collectives between two GPUs",
+        "collectives_h200.json",
+        "python benchmarks/collectives.py",
+        report_ranks.collectives,
+    ),
+    Section(
+        "8 to 64 GPUs, simulated",
+        "scaling.json",
+        "python benchmarks/scaling simulate",
+        report_scaling.scaling,
+    ),
+    Section(
+        "The model against real GPUs",
+        "scaling_check.json",
+        "python benchmarks/scaling check",
+        report_scaling.check,
+    ),
+    Section(
+        "The model against real GPUs, other strategies",
+        "scaling_granted.json",
+        "python benchmarks/scaling granted",
+        report_scaling.granted,
+    ),
+    Section(
+        "Recompilation, CPU",
+        "recompilation_cpu.json",
+        "python benchmarks/recompilation.py",
+        write.compiles,
+    ),
+    Section(
+        "Recompilation, GPU",
+        "recompilation_gpu.json",
+        "python benchmarks/recompilation.py",
+        write.compiles,
+    ),
+    Section(
+        "Recompilation, GPU, 32,768 tokens",
+        "recompilation_32k_gpu.json",
+        "python benchmarks/recompilation.py --seq-len 32768",
+        write.compiles,
+    ),
+    Section(
+        "Kernels on a CPU",
+        "cpu_kernels.json",
+        "python benchmarks/cpu_kernels.py",
+        write.cpu_kernels,
+    ),
+    Section(
+        "Kernels on a CPU, bfloat16",
+        "cpu_kernels_bf16.json",
+        "python benchmarks/cpu_kernels.py --dtypes bfloat16",
+        write.cpu_kernels,
+    ),
+    Section("Memory", "memory_gpu.json", "python benchmarks/memory.py", write.memory),
+    Section("Planner", "planner_fast.json", "python benchmarks/planner.py", write.planner),
+    Section(
+        "Planner, high effort",
+        "planner_high.json",
+        "python benchmarks/planner.py --effort high",
+        write.planner,
+    ),
+    Section(
+        "Device kernels under sanitizers",
+        "device_sanitizers.json",
+        "python tests/sanitize/device_sanitizers.py --build BUILD",
+        write.sanitizers,
+    ),
+    Section(
+        "Device kernels of which every lane arrives at barriers, under racecheck",
+        "device_racecheck.json",
+        "python tests/sanitize/device_sanitizers.py --build BUILD --tools racecheck synccheck"
+        " (built with MAGI_JAX_CUDA_FLAGS=-DMAGI_JAX_EVERY_LANE_ARRIVES)",
+        write.sanitizers,
+    ),
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
@@ -65,10 +181,10 @@ def main() -> None:
 def page(results: pathlib.Path) -> str:
     """The whole page."""
     kinds = {
-        name: (title, kind) for title, name, _, _ in sections() if (kind := SUMMED_UP.get(name))
+        each.name: (each.title, kind) for each in SECTIONS if (kind := SUMMED_UP.get(each.name))
     }
     lines, machines = [HEADER, "## In short", "", *summary(results, kinds), ""], Machines()
-    for title, name, command, section in sections():
+    for title, name, command, section in SECTIONS:
         lines += [f"## {title}", ""]
         path = results / name
         if not path.exists():
@@ -77,108 +193,6 @@ def page(results: pathlib.Path) -> str:
         stored = json.loads(path.read_text())
         lines += [*machines.provenance(stored), "", *section(stored), ""]
     return "\n".join([*lines, "## Machines", "", *machines.lines()]).rstrip() + "\n"
-
-
-def sections() -> list[tuple[str, str, str, Callable[[dict], list[str]]]]:
-    """Title, result file, command and writer of each section."""
-    python = "python benchmarks/"
-    return [
-        ("Kernels on one GPU", "kernels_gpu.json", f"{python}kernels.py", write.kernels),
-        (
-            "Kernels on one GPU, head dim 64",
-            "kernels_64_gpu.json",
-            f"{python}kernels.py --head-dims 64",
-            write.kernels,
-        ),
-        (
-            "Kernels on one GPU, beside tokamax and PyTorch",
-            "kernels_peers_gpu.json",
-            f"{python}kernels.py --head-dims 128 --lengths 8192 32768",
-            write.kernel_peers,
-        ),
-        (
-            "Two GPUs beside one",
-            "distributed_h200.json",
-            f"{python}distributed.py --busy",
-            report_ranks.distributed,
-        ),
-        (
-            "Two GPUs, beside other strategies",
-            "rivals_h200.json",
-            f"{python}rivals.py --tokens 32768",
-            report_ranks.rivals,
-        ),
-        (
-            "Group collectives between two GPUs",
-            "collectives_h200.json",
-            f"{python}collectives.py",
-            report_ranks.collectives,
-        ),
-        (
-            "8 to 64 GPUs, simulated",
-            "scaling.json",
-            f"{python}scaling simulate",
-            report_scaling.scaling,
-        ),
-        (
-            "The model against real GPUs",
-            "scaling_check.json",
-            f"{python}scaling check",
-            report_scaling.check,
-        ),
-        (
-            "The model against real GPUs, other strategies",
-            "scaling_granted.json",
-            f"{python}scaling granted",
-            report_scaling.granted,
-        ),
-        (
-            "Recompilation, CPU",
-            "recompilation_cpu.json",
-            f"{python}recompilation.py",
-            write.compiles,
-        ),
-        (
-            "Recompilation, GPU",
-            "recompilation_gpu.json",
-            f"{python}recompilation.py",
-            write.compiles,
-        ),
-        (
-            "Recompilation, GPU, 32,768 tokens",
-            "recompilation_32k_gpu.json",
-            f"{python}recompilation.py --seq-len 32768",
-            write.compiles,
-        ),
-        ("Kernels on a CPU", "cpu_kernels.json", f"{python}cpu_kernels.py", write.cpu_kernels),
-        (
-            "Kernels on a CPU, bfloat16",
-            "cpu_kernels_bf16.json",
-            f"{python}cpu_kernels.py --dtypes bfloat16",
-            write.cpu_kernels,
-        ),
-        ("Memory", "memory_gpu.json", f"{python}memory.py", write.memory),
-        ("Planner", "planner_fast.json", f"{python}planner.py", write.planner),
-        (
-            "Planner, high effort",
-            "planner_high.json",
-            f"{python}planner.py --effort high",
-            write.planner,
-        ),
-        (
-            "Device kernels under sanitizers",
-            "device_sanitizers.json",
-            "python tests/sanitize/device_sanitizers.py --build BUILD",
-            write.sanitizers,
-        ),
-        (
-            "Device kernels of which every lane arrives at barriers, under racecheck",
-            "device_racecheck.json",
-            "python tests/sanitize/device_sanitizers.py --build BUILD --tools racecheck synccheck"
-            " (built with MAGI_JAX_CUDA_FLAGS=-DMAGI_JAX_EVERY_LANE_ARRIVES)",
-            write.sanitizers,
-        ),
-    ]
 
 
 if __name__ == "__main__":

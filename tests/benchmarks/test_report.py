@@ -26,7 +26,7 @@ def kernel_row(mask: str, ours: float, peer: float) -> dict:
 
 def test_page_says_what_is_missing(tmp_path):
     page = report.page(tmp_path)
-    for title, name, command, _ in report.sections():
+    for title, name, command, _ in report.SECTIONS:
         assert f"## {title}" in page
         assert name in page
         assert command in page
