@@ -86,20 +86,17 @@ def make_report(
         backward_kernel_us=works[1].busy_us,
         is_cross=plan.spec.keys != OWN_KEYS,
     )
-    if mask is None:
-        return report
+    return report if mask is None else _with_bounds(report, plan, mask)
+
+
+def _with_bounds(report: PlanReport, plan, mask: AttnMask) -> PlanReport:
+    """The report with lower bounds, once it is sure that the mask is the one that was planned."""
+    require_mask(mask)
     if report.is_cross:
         raise ValueError(
             "lower bounds are of self-attention; the keys of this plan are other tokens"
         )
-    _refuse_other(plan, mask, int(report.rank_area.sum()))
-    return replace(report, bounds=_bounds(plan, mask, report.imbalance, per_node))
-
-
-def _refuse_other(plan, mask: AttnMask, planned: int) -> None:
-    """Refuses a mask that is not the one that was planned."""
-    require_mask(mask)
-    if mask.area != planned:
+    if mask.area != (planned := int(report.rank_area.sum())):
         raise ValueError(
             f"mask is another one: it shows {mask.area} pairs, the plan computes {planned}"
         )
@@ -109,6 +106,7 @@ def _refuse_other(plan, mask: AttnMask, planned: int) -> None:
             f"mask is another one: it shows as many pairs as the plan computes, {planned}, but query"
             f" {query} sees other keys"
         )
+    return replace(report, bounds=_bounds(plan, mask, report.imbalance, report.ranks_per_node))
 
 
 def _node_of(plan, ranks_per_node: int | None) -> int:
