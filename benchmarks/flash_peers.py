@@ -1,8 +1,9 @@
-"""FlashAttention 3 as a peer: its authors' package for PyTorch, and a port of it to JAX.
+"""FlashAttention 3 and 4 as peers, by their public functions and with their own defaults.
 
-`fa3` is what `hopper/` of the FlashAttention repository builds, `fa3_jax` is `dew-flash-attn-cu13` of PyPI,
-whose varlen backward starts as many blocks as there are tokens to serve and not as many as the longest
-document has for every document. Each is called by its public functions with their own defaults.
+`fa3` is the package for PyTorch that `hopper/` of the FlashAttention repository builds. The others are of
+PyPI, for JAX: `fa3_jax` is `dew-flash-attn-cu13`, whose varlen backward starts as many blocks as there are
+tokens to serve and not as many as the longest document has for every document; `fa4_jax` is `fa4-jax`, which
+compiles the CuTe DSL kernels of FlashAttention 4.
 """
 
 import functools
@@ -54,6 +55,27 @@ def fa3_jax(case: Case) -> Passes:
 
     def packed(q, k, v, offsets):
         return library.flash_mha_varlen(q, k, v, offsets, longest, **options)
+
+    return jax_passes(packed, case, jnp.asarray(_edges(case), jnp.int32))
+
+
+def fa4_jax(case: Case) -> Passes:
+    """FlashAttention 4 through `fa4_jax`."""
+    import fa4_jax as library
+
+    _refuse_blocks(case)
+    causal = case.kind in ("causal", "varlen_causal")
+    if not case.kind.startswith("varlen"):
+        window = _window(case) if case.kind == "window" else None
+
+        def call(q, k, v):
+            rows = (q[None], k[None], v[None])
+            return library.flash_attn(*rows, causal=causal, window_size=window)[0]
+
+        return jax_passes(call, case)
+
+    def packed(q, k, v, offsets):
+        return library.flash_attn_varlen(q, k, v, offsets, offsets, causal=causal)
 
     return jax_passes(packed, case, jnp.asarray(_edges(case), jnp.int32))
 
@@ -130,4 +152,4 @@ def _edges(case: Case) -> np.ndarray:
 
 def _refuse_blocks(case: Case) -> None:
     if case.kind == "varlen_block_causal":
-        raise NotImplementedError(f"FlashAttention 3 has no form of {case.kind}")
+        raise NotImplementedError(f"FlashAttention has no form of {case.kind}")

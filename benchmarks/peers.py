@@ -18,6 +18,7 @@ def available(names: list[str]) -> dict[str, Callable[[Case], Passes]]:
         "torch_flex": (kernel_peers.torch_flex, "torch"),
         "fa3": (flash_peers.fa3, "flash_attn_interface"),
         "fa3_jax": (flash_peers.fa3_jax, "dew_flash_attn"),
+        "fa4_jax": (flash_peers.fa4_jax, "fa4_jax"),
     }
     if unknown := set(names) - set(every):
         raise ValueError(f"peers must be among {sorted(every)}, got {sorted(unknown)}")
