@@ -4,7 +4,7 @@
 #
 #   sh benchmarks/on_gpu.sh [FOLDER] [COMMIT] [whole|short] [PART ...]
 #
-# Parts are tests, kernels, kernels_64, peers, scaling, recompilation and memory; all by default. They run one
+# Parts are tests, kernels, kernels_64, flash, peers, scaling, recompilation and memory; all by default. They run one
 # after the other, in about half an hour. "short" is everything in small and side by side, in about a minute,
 # to see that all of it runs: its figures mean nothing. What fails, or takes longer than its time, is named at
 # the end and keeps nothing else from running.
@@ -12,7 +12,7 @@ set -u
 folder="${1:-benchmarks/results}"
 commit="${2:-$(git rev-parse --short HEAD)}"
 length="${3:-whole}"
-[ $# -gt 3 ] && shift 3 || set -- tests kernels kernels_64 peers scaling recompilation memory
+[ $# -gt 3 ] && shift 3 || set -- tests kernels kernels_64 flash peers scaling recompilation memory
 mkdir -p "$folder/logs"
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
 
@@ -73,6 +73,7 @@ part() {
     tests) limited -m pytest -q -p no:cacheprovider $tests ;;
     kernels) kernels kernels_gpu --head-dims 128 --peers cudnn $lengths ;;
     kernels_64) kernels kernels_64_gpu --head-dims 64 --peers cudnn $lengths ;;
+    flash) kernels kernels_flash_gpu --head-dims 128 --peers cudnn fa3_jax fa4_jax $lengths ;;
     peers)
         kernels kernels_peers_gpu --head-dims 128 $peers \
             --peers cudnn tokamax torch_sdpa torch_varlen torch_flex

@@ -16,7 +16,9 @@ RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 PLACES = (
     "--commit", "--jobs", "--json", "--out", "--pictures", "--pieces", "--workloads", "--works",
 )  # fmt: skip
-PACKAGES = ("jax", "jaxlib", "numpy", "torch", "tokamax")
+PACKAGES = (
+    "jax", "jaxlib", "numpy", "torch", "tokamax", "flash_attn_3", "dew-flash-attn-cu13", "fa4-jax",
+)  # fmt: skip
 
 
 def describe(commit: str | None = None) -> dict[str, Any]:

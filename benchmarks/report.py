@@ -23,6 +23,7 @@ from report_tables import Machines
 SUMMED_UP = {
     "kernels_gpu.json": "kernels",
     "kernels_64_gpu.json": "kernels",
+    "kernels_flash_gpu.json": "flash",
     "kernels_peers_gpu.json": "kernels",
     "distributed_h200.json": "distributed",
     "rivals_h200.json": "rivals",
@@ -68,6 +69,12 @@ SECTIONS = (
         "kernels_64_gpu.json",
         "python benchmarks/kernels.py --head-dims 64",
         write.kernels,
+    ),
+    Section(
+        "Kernels on one GPU, beside FlashAttention 3 and 4",
+        "kernels_flash_gpu.json",
+        "python benchmarks/kernels.py --head-dims 128 --peers cudnn fa3_jax fa4_jax",
+        write.kernel_peers,
     ),
     Section(
         "Kernels on one GPU, beside tokamax and PyTorch",

@@ -50,6 +50,29 @@ def kernels(stored: dict) -> list[str]:
     ]
 
 
+def flash(stored: dict) -> list[str]:
+    """In how many cells of each pass ours is ahead: of all peers, and of each of them."""
+    lines = []
+    for which in distinct(stored["rows"], "pass"):
+        rows = [row for row in stored["rows"] if row["pass"] == which and "ratio" in row]
+        if not rows:
+            continue
+        names = dict.fromkeys(name for row in rows for name in row["tflops"] if name != "ours")
+        each = []
+        for name in names:
+            ratios = [r["tflops"]["ours"] / rate for r in rows if (rate := r["tflops"].get(name))]
+            each.append(
+                f"{name} in {sum(r >= 1 for r in ratios)} of {len(ratios)} ({_spread(ratios)})"
+            )
+        behind = [f"{r['mask']} {r['length']} {r['ratio']:.2f}" for r in rows if r["ratio"] < 1]
+        lines.append(
+            f"{which}: ahead of all in {len(rows) - len(behind)} of {len(rows)} cells;"
+            f" of {', of '.join(each)}"
+            + (f"; behind the best in {', '.join(behind)}" if behind else "")
+        )
+    return lines
+
+
 def rivals(stored: dict) -> list[str]:
     """Ours over the best other strategy, on real devices."""
     parts = []
@@ -138,6 +161,7 @@ def _spread(values: list[float], digits: int = 2) -> str:
 
 LINES: dict[str, Callable[[dict], list[str]]] = {
     "kernels": kernels,
+    "flash": flash,
     "rivals": rivals,
     "distributed": distributed,
     "scaling": scaling,

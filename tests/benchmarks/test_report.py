@@ -212,3 +212,14 @@ def test_collectives_have_a_column_for_each_size_of_piece():
     assert "| native | direct | 16 | 320 | 332 |" in lines
     assert "| portable |  |  |  | 166 |" in lines
     assert "lie: ppermute 287." in lines[0]
+
+
+def test_each_peer_is_counted_by_pass_and_losses_are_named():
+    rows = [kernel_row("full", 600.0, 500.0), kernel_row("causal", 400.0, 500.0)]
+    rows[0]["tflops"]["fa3"] = 625.0
+    rows[0] |= {"best_peer": "fa3", "ratio": 600 / 625}
+    (line,) = report_summary.flash({"rows": rows})
+    assert line == (
+        "forward: ahead of all in 0 of 2 cells; of cudnn in 1 of 2 (0.80 to 1.20, median 1.00), of fa3 in 0"
+        " of 1 (0.96 to 0.96, median 0.96); behind the best in full 8192 0.96, causal 8192 0.80"
+    )
