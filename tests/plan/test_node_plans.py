@@ -12,6 +12,7 @@ from magi_jax import masks
 from magi_jax.plan import CommMeta, PlanConfig, TwoLevelComm, make_plan, stack_plans
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.cost.model import CostModel
+from magi_jax.solver.overlap.choose_stages import BACKWARD_ORDERS, LONG_ORDERS
 from magi_jax.testing import cases
 
 SIZE = 131
@@ -77,6 +78,21 @@ def test_own_nodes_come_first_where_others_are_far_away():
     for overlap in (1, 2, 3, 4):
         other = make_plan(masks.causal(65536), 8, dataclasses.replace(config, overlap=overlap))
         assert plan.report(model).predicted_us < other.report(model).predicted_us
+
+
+def test_long_orders_of_stages_hide_most_backward():
+    """One causal mask over many nodes; no list of the same kind is predicted to take less."""
+    mask = masks.causal(64 * 8192)
+    config = PlanConfig(ranks_per_node=8, cost_model=CostModel(link_gbps=450.0, latency_us=20.0))
+
+    def backward_us(plan):
+        return plan.report(config.cost_model, 8).backward.predicted_us
+
+    plan = make_plan(mask, 64, config)
+    assert plan.spec.backward_stages.near in LONG_ORDERS
+    for near in (*BACKWARD_ORDERS, *LONG_ORDERS):
+        other = make_plan(mask, 64, dataclasses.replace(config, overlap=(1, near)))
+        assert backward_us(plan) <= backward_us(other)
 
 
 def test_the_cost_model_chooses():

@@ -1,5 +1,6 @@
 """How many remote stages: forward and backward each take the number that is predicted fastest."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,11 @@ Counts = tuple[Settled, Settled]
 NEAR, FAR = True, False
 FORWARD_ORDERS = ((NEAR, FAR), (NEAR, NEAR, FAR), (NEAR, FAR, FAR))
 BACKWARD_ORDERS = ((FAR, NEAR), (NEAR, FAR, FAR), (NEAR, FAR, FAR, NEAR))
+# Looked at backward where three stages or more are best by then: a further one hides more than it costs.
+LONG_ORDERS = (
+    (FAR, FAR, FAR, NEAR), (NEAR, NEAR, FAR, FAR, NEAR), (NEAR, FAR, FAR, NEAR, NEAR),
+)  # fmt: skip
+LONG = 3
 # Where the first of these takes so many times the least, the others are not looked at.
 CLOSE = 1.05
 
@@ -61,9 +67,9 @@ def choose_stages(
     """Predicts stages from their exact slices and takes the fastest, for each direction by itself.
 
     Tried are 1 to `MOST_STAGES` straight stages of equal size, then turned ones (`remote.split_stages`)
-    in the best of these numbers, or in the largest where one was best; in two steps `FORWARD_ORDERS` or
-    `BACKWARD_ORDERS` too. Rows take the way, in one step or in two, whose transfers take less time; where
-    they take nearly the same, all is tried for both.
+    in the best of these numbers, or in the largest where one was best; in two steps `FORWARD_ORDERS`, or
+    `BACKWARD_ORDERS` and `LONG_ORDERS`, too. Rows take the way, in one step or in two, whose transfers take
+    less time; where they take nearly the same, all is tried for both.
 
     Args:
         work: what one layout asks for.
@@ -146,15 +152,28 @@ def _choose(
                 best = _least(times_us).stages
                 predict(Kind(MOST_STAGES if best == 1 else best, True, two_level))
             if settled is None and not vain and two_level and _has_both(predictor.work, machine):
-                orders = BACKWARD_ORDERS if backward else FORWARD_ORDERS
-                first, *others = (Kind(len(near), False, True, near) for near in orders)
-                predict(first)
-                if times_us[first] <= CLOSE * min(times_us.values()):
-                    for kind in others:
-                        predict(kind)
+                _predict_orders(predict, times_us, bool(backward))
         kinds.append(_least(times_us))
         each_us.append(times_us[kinds[-1]])
     return sum(each_us), kinds, (each_us[0], each_us[1])
+
+
+def _predict_orders(
+    predict: Callable[[Kind], None], times_us: dict[Kind, float], backward: bool
+) -> None:
+    """Adds to ``times_us``, by ``predict``, those of stages of which some are near, as far as it is likely
+    that they are faster than what is there.
+    """
+    orders = BACKWARD_ORDERS if backward else FORWARD_ORDERS
+    first, *others = (Kind(len(near), False, True, near) for near in orders)
+    predict(first)
+    if times_us[first] > CLOSE * min(times_us.values()):
+        return
+    for kind in others:
+        predict(kind)
+    if backward and _least(times_us).stages >= LONG:
+        for near in LONG_ORDERS:
+            predict(Kind(len(near), False, True, near))
 
 
 def _has_both(work: Work, machine: Machine) -> bool:
