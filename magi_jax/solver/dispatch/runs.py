@@ -5,6 +5,9 @@ next rows of both, as many of either as give it its tokens and its area exactly.
 dense and a run of light rows, few documents are cut, and balance asks for no exchange at all: chunks, which
 have only a few sizes, buy it with rows that cross ranks.
 
+A sequence that is one document is dealt in its dense and its light part, such as the frames of a video whose
+window is full, and the first ones.
+
 Documents whose rows see more and more keys, as under a causal mask, are *folded*: their rows are dealt from
 both ends by turns, so that every part of one has the same density, and all parts send about as much.
 """
@@ -30,6 +33,8 @@ ALL_ORDERS = tuple(
 FOLDED = 0.1
 # A document by itself is dealt if it has no more slices: one causal mask, or one with a prefix.
 FEW_SLICES = 2
+# One of more slices is dealt where so many parts at most are denser or lighter than all of it.
+MOST_PARTS = 4
 # Where there are more documents or slices than this, neighbouring documents are dealt together, in so many
 # groups at most.
 MOST_DOCUMENTS, MOST_SLICES, MOST_GROUPS = 8_192, 131_072, 8_192
@@ -39,13 +44,15 @@ def runs(
     problem: DispatchProblem, orders: Sequence[tuple[str, str]] = ALL_ORDERS
 ) -> Iterator[Assignment]:
     """One placement for each of ``orders``, dealt when it is asked for; none where the sequence is one
-    document of many slices.
+    document of many slices whose rows are dense and light by turns, or all alike.
     """
     seq_len, cp_size = int(problem.edges[-1]), problem.cp_size
     if seq_len < cp_size:
         return
     edges, slices = _parts(problem)
     few_slices = len(problem.slices) <= FEW_SLICES
+    if len(edges) == 2 and not few_slices:
+        edges = _density_edges(slices, seq_len)
     if len(edges) == 2 and not few_slices and not len(problem.travelling):
         return
     held = _travelling_rows(problem.travelling, cp_size)
@@ -79,6 +86,17 @@ def _parts(problem: DispatchProblem) -> tuple[np.ndarray, np.ndarray]:
         if len(edges) <= MOST_DOCUMENTS:
             return edges, slices
     return document_groups(slices, seq_len, MOST_GROUPS, problem.engine)
+
+
+def _density_edges(slices: np.ndarray, seq_len: int) -> np.ndarray:
+    """Edges of the parts of a document whose rows see more keys than the mean, and less, such as the first
+    frames of a video before its window is full; of the whole document where there are many parts.
+    """
+    at = intervals.distinct(slices[:, bands.Q_START], slices[:, bands.Q_END], [0, seq_len])
+    area = np.diff(RowAreas.of(slices, at).before(at))
+    is_dense = area * seq_len > area.sum() * np.diff(at)
+    edges = at[np.append(np.append(True, is_dense[1:] != is_dense[:-1]), True)]
+    return edges if len(edges) <= MOST_PARTS + 1 else edges[[0, -1]]
 
 
 class Documents(NamedTuple):
