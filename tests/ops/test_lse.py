@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from magi_jax import flex_flash_attention, masks
 from magi_jax.ops import merge
 from magi_jax.testing import oracle
 
@@ -55,3 +56,24 @@ def test_merge_of_large_values(rng):
         merged, lse = merge(out, jnp.full((1, 1), a), 2 * out, jnp.full((1, 1), b))
         assert np.isfinite(merged).all()
         assert lse >= max(a, b)
+
+
+def test_sinks_of_minus_infinity_are_none(rng):
+    """As a model that is to have none of a head's may start; also in rows that see no key."""
+    mask = masks.varlen([5, 6], causal=True).shift(0, 0, 16, 16)
+    q, k, v = (jnp.asarray(rng.standard_normal((16, 2, 8)), jnp.float32) for _ in range(3))
+
+    def attend(q, k, v, sinks):
+        return flex_flash_attention(q, k, v, mask, sinks=sinks, return_residual=True)
+
+    def loss(q, k, v, sinks):
+        out, lse = attend(q, k, v, sinks)
+        return jnp.sum(out**2) + jnp.sum(jnp.where(lse > -jnp.inf, lse, 0.0))
+
+    absent = jnp.full(2, -jnp.inf)
+    for with_sinks, without in zip(attend(q, k, v, absent), attend(q, k, v, None), strict=True):
+        np.testing.assert_allclose(with_sinks, without, atol=1e-6)
+    *gradients, of_sinks = jax.grad(loss, (0, 1, 2, 3))(q, k, v, absent)
+    np.testing.assert_array_equal(of_sinks, 0)
+    for got, wanted in zip(gradients, jax.grad(loss, (0, 1, 2))(q, k, v, None), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5)

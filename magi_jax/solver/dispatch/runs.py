@@ -92,7 +92,9 @@ def _density_edges(slices: np.ndarray, seq_len: int) -> np.ndarray:
     """Edges of the parts of a document whose rows see more keys than the mean, and less, such as the first
     frames of a video before its window is full; of the whole document where there are many parts.
     """
-    at = intervals.distinct(slices[:, bands.Q_START], slices[:, bands.Q_END], [0, seq_len])
+    at = intervals.distinct(
+        slices[:, bands.Q_START], slices[:, bands.Q_END], np.array([0, seq_len])
+    )
     area = np.diff(RowAreas.of(slices, at).before(at))
     is_dense = area * seq_len > area.sum() * np.diff(at)
     edges = at[np.append(np.append(True, is_dense[1:] != is_dense[:-1]), True)]
