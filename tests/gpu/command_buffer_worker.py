@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import sys
 
 import jax
@@ -12,8 +13,8 @@ import magi_jax as mj
 from magi_jax.plan import slice_table
 from magi_jax.plan.slice_table import build_table, exact_spec
 
-TOKENS, HEADS, KV_HEADS, DIM = 1000, 8, 2, 128
-MASKS = [mj.masks.varlen(n, causal=True) for n in ([1000], [300, 700], [10, 480, 510])]
+# With so many keys, and without and with pairs of thread blocks.
+TOKENS, HEADS, KV_HEADS, DIM = (1000, 2304), 8, 2, 128
 LAYERS, CALLS = (1, 3), 6
 
 
@@ -31,36 +32,38 @@ def step(q, k, v, table, *, layers, implementation):
     return jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
 
 
-def tables():
+def tables(tokens: int):
     """Tables of one size, so that one program serves them."""
-    part = [np.zeros(mask.num_slices, np.int64) for mask in MASKS]
+    documents = [tokens], [300, tokens - 300], [10, 480, tokens - 490]
+    masks = [mj.masks.varlen(lengths, causal=True) for lengths in documents]
+    part = [np.zeros(mask.num_slices, np.int64) for mask in masks]
     specs = [
-        exact_spec(build_table(mask.slices, each, 1, TOKENS, TOKENS, 128))
-        for mask, each in zip(MASKS, part, strict=True)
+        exact_spec(build_table(mask.slices, each, 1, tokens, tokens, 128))
+        for mask, each in zip(masks, part, strict=True)
     ]
     spec = specs[0].union(*specs[1:])
-    return [slice_table(mask, spec=spec) for mask in MASKS]
+    return [slice_table(mask, spec=spec) for mask in masks]
 
 
 def main() -> None:
-    """One line for each implementation and number of layers."""
+    """One line for each implementation, number of tokens and of layers."""
     kept: list = []  # arrays of calls that are over, so that the next ones get other buffers
-    all_tables = tables()
-    for implementation in sys.argv[1:]:
-        for layers in LAYERS:
+    for tokens in TOKENS:
+        all_tables = tables(tokens)
+        for implementation, layers in itertools.product(sys.argv[1:], LAYERS):
             digest = hashlib.sha256()
             for call in range(CALLS):
                 rng = np.random.default_rng(call)
                 operands = [
-                    jnp.asarray(rng.standard_normal((TOKENS, n, DIM), np.float32), jnp.bfloat16)
+                    jnp.asarray(rng.standard_normal((tokens, n, DIM), np.float32), jnp.bfloat16)
                     for n in (HEADS, KV_HEADS, KV_HEADS)
                 ]
-                table = jax.device_put(all_tables[call % len(MASKS)])
+                table = jax.device_put(all_tables[call % len(all_tables)])
                 results = step(*operands, table, layers=layers, implementation=implementation)
                 kept += [operands, results if call % 2 else None]
                 for x in jax.tree.leaves(results):
                     digest.update(np.asarray(x, np.float32).tobytes())
-            print(implementation, layers, digest.hexdigest())
+            print(implementation, tokens, layers, digest.hexdigest())
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ __device__ void RunCall(const Meeting& meeting, const Move& move, CallShared& sh
   if (blockIdx.x == 0) Enter(meeting, shared.digests);
   if constexpr (Map::kHasGaps) {
     AwaitBlocks(meeting, 2);
-    FillGaps<Map>(meeting, move);
+    if (!move.adds) FillGaps<Map>(meeting, move);
     // Who waits for a peer does not keep SMs that attention beside it can have.
     if (blockIdx.x != 0 && !HasRows<Map>(meeting, move)) {
       Arrive(meeting);

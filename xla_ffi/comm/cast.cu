@@ -97,8 +97,23 @@ __global__ void AwaitStartKernel(Awaited arrived, Awaited before, Awaited apart,
 }  // namespace
 
 cudaError_t Cast(const Meeting& meeting, const Move& move, cudaStream_t stream) {
-  CastKernel<<<move.num_blocks, kThreads, move.stream ? kCopyBytes : 0, stream>>>(meeting, move);
-  return cudaGetLastError();
+  const LaunchShape shape = {move.num_blocks, kThreads, move.stream ? kCopyBytes : 0};
+  return LaunchCall(CastKernel, shape, meeting, move, stream);
+}
+
+cudaError_t LaunchCall(CallKernel kernel, const LaunchShape& shape, const Meeting& meeting,
+                       const Move& move, cudaStream_t stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = shape.num_blocks;
+  config.blockDim = shape.threads;
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute neighbours = {};
+  neighbours.id = cudaLaunchAttributeClusterDimension;
+  neighbours.val.clusterDim = {2, 1, 1};
+  config.attrs = &neighbours;
+  config.numAttrs = move.stream && shape.num_blocks % 2 == 0 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, meeting, move);
 }
 
 cudaError_t AwaitStart(const Meeting& meeting, int32_t num_blocks, uint64_t apart_blocks,
@@ -132,7 +147,7 @@ cudaError_t LoadKernels(bool stream) {
   return LoadReduceKernels(stream);
 }
 
-cudaError_t LoadKernel(void (*kernel)(Meeting, Move), bool stream) {
+cudaError_t LoadKernel(CallKernel kernel, bool stream) {
   const auto* symbol = reinterpret_cast<const void*>(kernel);
   cudaFuncAttributes attributes;
   if (cudaError_t error = cudaFuncGetAttributes(&attributes, symbol)) return error;

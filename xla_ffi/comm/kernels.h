@@ -39,7 +39,20 @@ cudaError_t LoadKernels(bool stream);
 cudaError_t LoadOwnRowsKernel();
 cudaError_t LoadPushKernel(bool stream);
 cudaError_t LoadReduceKernels(bool stream);
-cudaError_t LoadKernel(void (*kernel)(Meeting, Move), bool stream);
+
+using CallKernel = void (*)(Meeting, Move);
+
+cudaError_t LoadKernel(CallKernel kernel, bool stream);
+
+struct LaunchShape {
+  int32_t num_blocks, threads, shared_bytes;
+};
+
+// Launches a kernel of a call, where the device can (`move.stream`) with two blocks of a cluster on
+// neighbouring SMs: attention beside it runs in such clusters too, and an SM whose neighbour is
+// taken is lost to them.
+cudaError_t LaunchCall(CallKernel kernel, const LaunchShape& shape, const Meeting& meeting,
+                       const Move& move, cudaStream_t stream);
 
 }  // namespace magi_jax::comm
 

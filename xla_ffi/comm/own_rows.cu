@@ -93,8 +93,7 @@ int32_t OwnRowBlocks(const Move& move) {
 }
 
 cudaError_t CopyOwnRows(const Meeting& meeting, const Move& move, cudaStream_t stream) {
-  CopyOwnKernel<<<OwnRowBlocks(move), kThreads, 0, stream>>>(meeting, move);
-  return cudaGetLastError();
+  return LaunchCall(CopyOwnKernel, {OwnRowBlocks(move), kThreads, 0}, meeting, move, stream);
 }
 
 cudaError_t LoadOwnRowsKernel() { return LoadKernel(CopyOwnKernel, false); }

@@ -93,6 +93,7 @@ struct Move {
   // them.
   int64_t own_rows;
   bool stream;  // whether the device has bulk copies and shared memory for their rings
+  bool adds;    // sums are added to what the results hold, where rows have any
 };
 
 // Barriers of all blocks in one call; `arrived` grows by as many times the blocks.

@@ -215,6 +215,17 @@ std::vector<std::shared_ptr<Member>> Pools::MembersOf(int32_t pool) {
   return found;
 }
 
+void Pools::AwaitCalls(int32_t device, cudaStream_t stream) {
+  std::vector<std::shared_ptr<Member>> found;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const std::shared_ptr<Member>& member : members_) {
+      if (member->config().device == device) found.push_back(member);
+    }
+  }
+  for (const std::shared_ptr<Member>& member : found) member->AwaitCalls(stream);
+}
+
 void Pools::Remove(int32_t pool) {
   for (const std::shared_ptr<Member>& member : MembersOf(pool)) {
     const CurrentDevice current(member->config().device);

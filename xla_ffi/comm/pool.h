@@ -77,6 +77,8 @@ class Member {
   cudaStream_t side() const { return side_; }
   // Lets `stream` wait for the call with these buffers; an error or nothing.
   std::string Finish(cudaStream_t stream, const std::vector<const void*>& buffers);
+  // Lets `stream` wait for all calls so far, finished or not.
+  void AwaitCalls(cudaStream_t stream);
   // After a call that was enqueued by halves: none can follow.
   void GiveUp(std::string reason);
   void* staging() const;
@@ -124,6 +126,8 @@ class Pools {
   std::string Add(const MemberConfig& config);  // an error or nothing
   std::shared_ptr<Member> Find(int32_t pool, int32_t device);
   std::vector<std::shared_ptr<Member>> MembersOf(int32_t pool);
+  // Lets `stream` wait for the calls of all pools on a device.
+  void AwaitCalls(int32_t device, cudaStream_t stream);
   // Frees the memory once the device has nothing left to do.
   void Remove(int32_t pool);
 

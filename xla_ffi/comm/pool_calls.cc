@@ -76,4 +76,9 @@ std::string Member::Finish(cudaStream_t stream, const std::vector<const void*>& 
          std::to_string(kMostInFlight) + ", or its results were copied before it was done";
 }
 
+void Member::AwaitCalls(cudaStream_t stream) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (cudaEventRecord(join_, side_) == cudaSuccess) cudaStreamWaitEvent(stream, join_, 0);
+}
+
 }  // namespace magi_jax::comm

@@ -246,8 +246,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t Push(const Meeting& meeting, const Move& move, cudaStream_t stream) {
-  PushKernel<<<move.num_blocks, kThreads, kPushBytes, stream>>>(meeting, move);
-  return cudaGetLastError();
+  return LaunchCall(PushKernel, {move.num_blocks, kThreads, kPushBytes}, meeting, move, stream);
 }
 
 cudaError_t LoadPushKernel(bool stream) {

@@ -75,8 +75,9 @@ struct PartWalk {
 };
 
 template <class T, class Sum, int kElements>
-__device__ void SumLeaf(const Meeting& meeting, const Leaf& leaf, const Sources& sources,
-                        const RowMap& map) {
+__device__ void SumLeaf(const Meeting& meeting, const Move& move, const Leaf& leaf,
+                        const Sources& sources) {
+  const RowMap& map = move.map;
   using Part = Pack<T, kElements>;
   const uint32_t per_row = leaf.row_elements / kElements;
   const int32_t words = SeenWords(meeting.extents.cp_size);
@@ -118,7 +119,8 @@ __device__ void SumLeaf(const Meeting& meeting, const Leaf& leaf, const Sources&
       if (!valid[u]) continue;
 #pragma unroll
       for (int e = 0; e < kElements; ++e) {
-        result[int64_t{index[u]} * kElements + e] = sums[u][e];
+        Sum* const to = result + int64_t{index[u]} * kElements + e;
+        *to = move.adds ? Add(*to, sums[u][e]) : sums[u][e];
       }
     }
   });
@@ -145,8 +147,9 @@ struct SumCursor {
 };
 
 template <class T, class Sum, int kElements>
-__device__ void StreamLeaf(const Meeting& meeting, const Leaf& leaf, const Sources& sources,
-                           const RowMap& map, Ring& ring) {
+__device__ void StreamLeaf(const Meeting& meeting, const Move& move, const Leaf& leaf,
+                           const Sources& sources, Ring& ring) {
+  const RowMap& map = move.map;
   using Part = Pack<T, kElements>;
   using Total = Pack<Sum, 16 / sizeof(Sum)>;
   constexpr int kTotals = kElements * sizeof(Sum) / 16;
@@ -165,7 +168,16 @@ __device__ void StreamLeaf(const Meeting& meeting, const Leaf& leaf, const Sourc
         for (int e = 0; e < 16 / static_cast<int>(sizeof(Sum)); ++e) {
           total.values[e] = sums[k][t * (16 / sizeof(Sum)) + e];
         }
-        if (i * 16 < bytes) reinterpret_cast<Total*>(result + first)[t] = total;
+        if (i * 16 >= bytes) continue;
+        Total* const to = reinterpret_cast<Total*>(result + first) + t;
+        if (move.adds) {
+          const Total before = *to;
+#pragma unroll
+          for (int e = 0; e < 16 / static_cast<int>(sizeof(Sum)); ++e) {
+            total.values[e] = Add(before.values[e], total.values[e]);
+          }
+        }
+        *to = total;
       }
     }
   };
@@ -201,12 +213,12 @@ __device__ void SumLeaves(const Meeting& meeting, const Move& move, Sources& sou
     sources.Fill(meeting, leaf.operand, i);
     if (sizeof(T) > 1 && IsStreamed(move, leaf)) {
       if constexpr (sizeof(T) > 1) {
-        StreamLeaf<T, Sum, kElements>(meeting, leaf, sources, move.map, ring);
+        StreamLeaf<T, Sum, kElements>(meeting, move, leaf, sources, ring);
       }
     } else if (leaf.row_elements % kElements == 0) {
-      SumLeaf<T, Sum, kElements>(meeting, leaf, sources, move.map);
+      SumLeaf<T, Sum, kElements>(meeting, move, leaf, sources);
     } else {
-      SumLeaf<T, Sum, 1>(meeting, leaf, sources, move.map);
+      SumLeaf<T, Sum, 1>(meeting, move, leaf, sources);
     }
   }
 }
@@ -224,9 +236,7 @@ __global__ void __launch_bounds__(kThreads)
                   [&] { SumLeaves<T, Sum>(meeting, move, shared.sources[0], ring); });
 }
 
-using SumKernel = void (*)(Meeting, Move);
-
-SumKernel SumKernelOf(Element element) {
+CallKernel SumKernelOf(Element element) {
   switch (element) {
     case Element::kF32:
       return ReduceSumKernel<float, float>;
@@ -317,15 +327,12 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t ReduceSum(const Meeting& meeting, const Move& move, cudaStream_t stream) {
-  SumKernelOf(move.leaves[0]
-                  .element)<<<move.num_blocks, kThreads, move.stream ? kStreamBytes : 0, stream>>>(
-      meeting, move);
-  return cudaGetLastError();
+  const LaunchShape shape = {move.num_blocks, kThreads, move.stream ? kStreamBytes : 0};
+  return LaunchCall(SumKernelOf(move.leaves[0].element), shape, meeting, move, stream);
 }
 
 cudaError_t ReduceLse(const Meeting& meeting, const Move& move, cudaStream_t stream) {
-  ReduceLseKernel<<<move.num_blocks, kThreads, 0, stream>>>(meeting, move);
-  return cudaGetLastError();
+  return LaunchCall(ReduceLseKernel, {move.num_blocks, kThreads, 0}, meeting, move, stream);
 }
 
 cudaError_t LoadReduceKernels(bool stream) {

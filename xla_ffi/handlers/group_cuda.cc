@@ -142,6 +142,29 @@ ffi::Error Enqueue(comm::Member& member, GroupCall& call, int64_t operand_rows, 
   return ffi::Error::Success();
 }
 
+// Where a handler fails its program ends with an error, and what is enqueued on `stream` next may
+// be another's, with the buffers of this one: it waits for the calls that are still under way.
+class Failing {
+ public:
+  Failing(int32_t device, cudaStream_t stream) : device_(device), stream_(stream) {}
+  ~Failing() {
+    if (fails_) comm::Pools::Get().AwaitCalls(device_, stream_);
+  }
+  Failing(const Failing&) = delete;
+  Failing& operator=(const Failing&) = delete;
+
+  // What the handler returns at last.
+  ffi::Error Unless(ffi::Error error) {
+    fails_ = error.failure();
+    return error;
+  }
+
+ private:
+  const int32_t device_;
+  const cudaStream_t stream_;
+  bool fails_ = true;
+};
+
 ffi::Error FindMember(int32_t pool, int32_t device, std::shared_ptr<comm::Member>* member) {
   const std::string failure = comm::PoolFailure(pool);
   if (!failure.empty()) return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, failure);
@@ -159,6 +182,7 @@ ffi::Error Start(cudaStream_t stream, int32_t device, ffi::RunId run, Operand se
                  Operand caller, ffi::RemainingArgs operands, ffi::Result<Operand> map,
                  ffi::RemainingRets results, int32_t pool, int32_t cp_size, int32_t src_rows,
                  int32_t dst_rows, int32_t self_rows, int32_t beside) {
+  Failing failing(device, stream);
   std::shared_ptr<comm::Member> member;
   MAGI_JAX_RETURN_IF_ERROR(FindMember(pool, device, &member));
   if (member->config().cp_size != cp_size) {
@@ -192,13 +216,14 @@ ffi::Error Start(cudaStream_t stream, int32_t device, ffi::RunId run, Operand se
   ffi::Error error = Enqueue(*member, call, operand_rows, beside, stream);
   // Ranks count calls and blocks; one that was begun and not launched leaves them out of step.
   if (error.failure()) member->GiveUp(error.message());
-  return error;
+  return failing.Unless(std::move(error));
 }
 
 // Operands: map and results of the call, and whatever must live until it is done. Results: those
 // of the call, in the same buffers.
 ffi::Error Finish(cudaStream_t stream, int32_t device, ffi::RemainingArgs operands,
                   ffi::RemainingRets results, int32_t pool) {
+  Failing failing(device, stream);
   std::shared_ptr<comm::Member> member;
   MAGI_JAX_RETURN_IF_ERROR(FindMember(pool, device, &member));
   if (operands.size() < results.size() + 1) {
@@ -220,7 +245,7 @@ ffi::Error Finish(cudaStream_t stream, int32_t device, ffi::RemainingArgs operan
   }
   const std::lock_guard<std::mutex> lock(member->mutex);
   const std::string error = member->Finish(stream, buffers);
-  return error.empty() ? ffi::Error::Success() : InvalidArgument(error);
+  return failing.Unless(error.empty() ? ffi::Error::Success() : InvalidArgument(error));
 }
 
 // Gives its operands back. XLA drops what nobody reads and would drop a Finish alone, since other

@@ -112,11 +112,13 @@ ffi::Error DecodeTable(const char* name, Operand buffer, comm::PieceTable* table
 
 ffi::Error DecodeLeaves(ffi::RemainingArgs operands, ffi::RemainingRets results,
                         int64_t operand_rows, int64_t result_rows, GroupCall* call) {
-  const size_t count = operands.size();
-  if (count == 0 || count > comm::kMaxLeaves || results.size() != count) {
+  const size_t count = results.size();
+  call->move.adds = call->kind == Kind::kReduceSum && operands.size() == 2 * count;
+  if (count == 0 || count > comm::kMaxLeaves ||
+      operands.size() != (call->move.adds ? 2 * count : count)) {
     return InvalidArgument("a call moves 1 to " + std::to_string(comm::kMaxLeaves) +
-                           " arrays, got " + std::to_string(count) + " and " +
-                           std::to_string(results.size()) + " results");
+                           " arrays, got " + std::to_string(operands.size()) + " and " +
+                           std::to_string(count) + " results");
   }
   for (size_t i = 0; i < count; ++i) {
     auto operand = operands.get<Operand>(i);
@@ -125,6 +127,13 @@ ffi::Error DecodeLeaves(ffi::RemainingArgs operands, ffi::RemainingRets results,
     if (result.has_error()) return result.error();
     MAGI_JAX_RETURN_IF_ERROR(DecodeLeaf(call->kind, *operand, **result, operand_rows, result_rows,
                                         &call->move.leaves[i]));
+  }
+  for (size_t i = 0; call->move.adds && i < count; ++i) {
+    auto before = operands.get<Operand>(count + i);
+    if (before.has_error()) return before.error();
+    if (before->untyped_data() != call->move.leaves[i].result) {
+      return InvalidArgument("array " + std::to_string(i) + " that sums are added to was moved");
+    }
   }
   call->move.num_leaves = static_cast<int32_t>(count);
   for (size_t i = 1; call->kind == Kind::kReduceSum && i < count; ++i) {

@@ -21,7 +21,8 @@ struct GroupCall {
 
 ffi::Error DecodeTable(const char* name, ffi::AnyBuffer buffer, comm::PieceTable* table);
 
-// The arrays of a call, rows on their leading axis, and what becomes of them.
+// The arrays of a call, rows on their leading axis, and what becomes of them. Of a sum as many more
+// operands may follow, which are the results: the sums are added to them.
 ffi::Error DecodeLeaves(ffi::RemainingArgs operands, ffi::RemainingRets results,
                         int64_t operand_rows, int64_t result_rows, GroupCall* call);
 
