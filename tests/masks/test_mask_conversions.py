@@ -68,6 +68,14 @@ def test_positions_that_restart_make_documents():
     assert both == masks.varlen([3, 2, 4])
 
 
+def test_documents_that_only_queries_have_change_no_partner_of_others():
+    """Both documents of id 1 are without keys; the one of id 2 is still the first of its id."""
+    mask = masks.from_segment_ids(
+        [1, 1, 1, 1, 2, 2], [0, 1, 0, 1, 0, 1], k_segment_ids=[2, 2, 2], k_positions=[0, 1, 2]
+    )
+    assert mask.dense().sum(axis=1).tolist() == [0, 0, 0, 0, 3, 3]
+
+
 def test_padding_sees_nothing_wherever_it_is():
     mask = masks.from_segment_ids([0, 0, 5, 5, 0, 2, 0], causal=True)
     assert mask.row_counts().tolist() == [0, 0, 1, 2, 0, 1, 0]

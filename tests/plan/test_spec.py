@@ -179,6 +179,15 @@ def test_padding_keeps_the_meaning(mask, tile_size, factor):
     check_plan(plan.pad_to(plan.spec.scaled(factor)), mask)
 
 
+def test_a_last_tile_that_was_short_is_full_no_longer_where_its_buffer_grows():
+    """All of a stage's 160 rows are seen, in tiles of 64: of the third tile, then of 64 rows, not all."""
+    mask = masks.full(480)
+    plan = make_plan(mask, 3, PlanConfig(chunk_size=32, tile_size=64, overlap=2))
+    wide = plan.spec.scaled(1.5)
+    assert (plan.calc[1].k_len, wide.calc[1].k_len) == (160, 256)
+    check_plan(plan.pad_to(wide), mask)
+
+
 @pytest.mark.parametrize("factor", [0.5, 0, float("nan")])
 def test_a_spec_is_not_made_smaller(factor):
     with pytest.raises(ValueError, match=f"factor of at least 1, got {factor}"):
