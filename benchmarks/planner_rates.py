@@ -79,6 +79,10 @@ def main() -> None:
         known = [
             k for k in timed if k in pieces and which in timed[k] and pieces[k].heads == NUM_HEADS
         ]
+        if not known:
+            parser.error(
+                f"{args.kernels} has no time of a {which} pass of the pieces of {args.pieces}"
+            )
         times_us = np.array([timed[k][which] for k in known])
         (*rates, constant, per_row), errors = fit([pieces[k] for k in known], times_us, which)
         points = ", ".join(f"({k}, {rate:.0f}.0)" for k, rate in zip(KEYS, rates, strict=True))
