@@ -48,7 +48,7 @@ NODES = PlanConfig(
         (2, (3, 2), "balanced", ((30, 33),)),
         (4, (1, 2), "zigzag", "never"),
         (2, ((FAR, NEAR, FAR), (FAR, NEAR)), "lpt", "never"),
-        (4, ((NEAR, FAR), (NEAR, FAR, NEAR)), "lpt", ((30, 33),)),
+        (4, ((NEAR, FAR), (NEAR, FAR, FAR, NEAR, NEAR)), "lpt", ((30, 33),)),
     ],
 )
 def test_every_mask(ranks_per_node, stages, strategy, travelling, rng):
