@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--overlap", default="auto", help="remote stages, or late")
     parser.add_argument("--effort", default="fast", choices=["fast", "high"], help="of planning")
     parser.add_argument("--blocks", type=int, default=8, help="of a kernel that moves rows")
+    parser.add_argument("--reduce-dtype", help="in which gradients of keys travel; float32")
     parser.add_argument("--no-single", action="store_true", help="skip the single GPU")
     parser.add_argument("--busy", action="store_true", help="single GPUs compute all at once")
     parser.add_argument("--single-tokens", type=int, help="at most, of what a single GPU computes")
@@ -106,6 +107,7 @@ def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
     heads = num_heads, num_kv_heads
     plan = plan_of(mask, cp_size, heads, overlap=args.overlap, effort=args.effort)
     label = {"mask": name, "heads": f"{num_heads}:{num_kv_heads}", "tokens": args.tokens}
+    label |= {"reduce_dtype": args.reduce_dtype} if args.reduce_dtype else {}
     label |= described(plan)
     alone_mask = mask_alone(mask, name, args.single_tokens)
     flops = {"alone": 4 * alone_mask.area * num_heads * HEAD_DIM}
@@ -121,7 +123,7 @@ def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
         for transport in args.transports:
             which, check = stack.enter_context(chosen(transport, mesh, plan, heads, args))
             checks.append(check)
-            calls[transport] = our_passes(tensors, placed, mesh, which)
+            calls[transport] = our_passes(tensors, placed, mesh, which, args.reduce_dtype)
         times = in_turns(calls)
         for transport in args.transports if args.trace else ():
             trace(args.trace / f"{name}_{num_kv_heads}_{transport}", calls[transport])
@@ -189,9 +191,9 @@ def single_gpus(
     return passes(attention, tensors, table)
 
 
-def our_passes(tensors, plan, mesh, transport) -> dict[str, Callable]:
+def our_passes(tensors, plan, mesh, transport, reduce_dtype=None) -> dict[str, Callable]:
     """`passes` of `dist_attention`; ``plan`` is sharded already."""
-    options = DistOptions(transport=transport)
+    options = DistOptions(transport=transport, reduce_dtype=reduce_dtype)
 
     def call(q, k, v, plan):
         return dist_attention(q, k, v, plan, mesh=mesh, options=options)

@@ -76,7 +76,8 @@ process_per_gpu() {
 shared="--single-tokens 65536"
 if [ "$length" = short ]; then
     total_s=480
-    tests="thousand and not nvshmem or killed and staged or lse_merge or narrow_wire"
+    tests="thousand and (direct or pushed or processes and staged) or killed and staged"
+    tests="$tests or lse_merge or narrow_wire"
     sizes="32768"
     masks="causal varlen_causal full varlen_full window varlen_block_causal tiny_varlen_causal"
     process_masks="causal varlen_causal"
@@ -96,9 +97,9 @@ else
     rivals="--masks $masks"
     long_s=600 middle_s=600 tests_s=600
 fi
-# Tests of several processes at a time, where pytest can.
+# Several tests at a time, where pytest can; more would wait for each other's turns on the GPUs.
 workers=""
-python3 -c "import xdist" >/dev/null 2>&1 && workers="-n 6"
+python3 -c "import xdist" >/dev/null 2>&1 && workers="-n 3"
 
 # Options are words without spaces of their own, to be split.
 # shellcheck disable=SC2086

@@ -65,7 +65,9 @@ class Still(Link):
     def start_cast(self, rows, step, exposed: bool = False) -> InFlight:
         return self._rows(rows, step.dst_rows)
 
-    def start_reduce(self, partials, step) -> InFlight:
+    def start_reduce(self, partials, step, onto=None) -> InFlight:
+        if onto is not None:
+            return InFlight(tuple(onto))
         return self._rows([x.astype(jnp.float32) for x in partials], step.src_rows)
 
     def finish(self, in_flight: InFlight) -> list[jax.Array]:

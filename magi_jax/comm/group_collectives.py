@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from magi_jax.comm.cotangents import floating_cotangents
 from magi_jax.comm.portable import PORTABLE
-from magi_jax.comm.transport import InFlight, Transport, sum_dtype
+from magi_jax.comm.transport import InFlight, Leaves, Transport, sum_dtype
 from magi_jax.mesh import make_varying, manual_axis_size, varying_axes
 from magi_jax.plan import CommMeta
 
@@ -138,15 +138,25 @@ def start_cast(
 
 
 def start_reduce(
-    y: Any, comm: CommMeta, axis_name: str, *, wire_dtype: Any, transport: Transport
+    y: Any,
+    comm: CommMeta,
+    axis_name: str,
+    *,
+    wire_dtype: Any,
+    transport: Transport,
+    onto: Leaves | None = None,
 ) -> InFlight:
-    """Begins a `group_reduce` of sums in float32, as `start_cast` does; arguments are theirs."""
+    """Begins a `group_reduce` of sums in float32, as `start_cast` does; arguments are theirs.
+
+    ``onto`` are leaves like the results, to which the sums are added.
+    """
     local = _local_comm(comm, axis_name, "start_reduce")
     leaves = jax.tree.leaves(y)
     leaves = _prepare(leaves, local, axis_name, local.dst_rows, "start_reduce", "dst_rows")
     if transport.start_reduce_sum is None:
-        return InFlight(tuple(transport.reduce_sum(leaves, local, axis_name, wire_dtype)))
-    return transport.start_reduce_sum(leaves, local, axis_name, wire_dtype)
+        sums = transport.reduce_sum(leaves, local, axis_name, wire_dtype)
+        return InFlight(tuple(sums if onto is None else map(jnp.add, onto, sums)))
+    return transport.start_reduce_sum(leaves, local, axis_name, wire_dtype, onto)
 
 
 def finish(in_flight: InFlight, transport: Transport) -> list[jax.Array]:

@@ -78,7 +78,7 @@ class NativeCalls:
         self, leaves: Leaves, comm: CommMeta, axis_name: str, wire_dtype: Any
     ) -> list[jax.Array]:
         """See `Transport.reduce_sum`. Rows that stay are rounded to ``wire_dtype`` as well."""
-        started = self.start_reduce_sum(leaves, comm, axis_name, wire_dtype, beside=ALONE)
+        started = self._start_reduce(leaves, _Call(REDUCE_SUM, comm, axis_name, ALONE), wire_dtype)
         sums = self.finish_call(started)
         return [x.astype(sum_dtype(y.dtype)) for x, y in zip(sums, leaves, strict=True)]
 
@@ -102,7 +102,7 @@ class NativeCalls:
 
     def _start_cast(self, leaves: Leaves, call: _Call) -> InFlight:
         parts = [
-            self._start(call, some, [leaf.dtype for leaf in some])
+            self._start(call, leaves[some], [leaf.dtype for leaf in leaves[some]])
             for some in _in_calls(leaves, lambda leaf: None)
         ]
         return InFlight((), tuple(parts))
@@ -113,15 +113,25 @@ class NativeCalls:
         comm: CommMeta,
         axis_name: str,
         wire_dtype: Any,
-        beside: int = BESIDE,
+        onto: Leaves | None = None,
     ) -> InFlight:
         """See `Transport.start_reduce_sum`."""
+        call = _Call(REDUCE_SUM, comm, axis_name, BESIDE)
+        return self._start_reduce(leaves, call, wire_dtype, onto)
+
+    def _start_reduce(
+        self, leaves: Leaves, call: _Call, wire_dtype: Any, onto: Leaves | None = None
+    ) -> InFlight:
         wire = [leaf.astype(wire_dtype or leaf.dtype) for leaf in leaves]
         for leaf in wire:
             _check_summed(leaf.dtype)
-        call = _Call(REDUCE_SUM, comm, axis_name, beside)
         parts = [
-            self._start(call, some, [sum_dtype(leaf.dtype) for leaf in some])
+            self._start(
+                call,
+                wire[some],
+                [sum_dtype(leaf.dtype) for leaf in wire[some]],
+                () if onto is None else onto[some],
+            )
             for some in _in_calls(wire, lambda leaf: leaf.dtype)
         ]
         return InFlight((), tuple(parts))
@@ -139,13 +149,13 @@ class NativeCalls:
         """See `Transport.keep`."""
         return _give_back(KEEP, leaves, range(len(leaves)))
 
-    def _start(self, call: _Call, leaves: Leaves, dtypes: list) -> Part:
+    def _start(self, call: _Call, leaves: Leaves, dtypes: list, onto: Leaves = ()) -> Part:
         self._check_place(call.axis_name)
         spec, is_cast = call.comm.spec, call.target == CAST
         rows = spec.dst_rows if is_cast else spec.src_rows
         slots = 2 if is_cast else spec.cp_size + -(-spec.cp_size // _SEEN_BITS)
         rank = jax.lax.axis_index(call.axis_name)
-        operands = unify_varying(call.comm.send, call.comm.recv, rank, *leaves)
+        operands = unify_varying(call.comm.send, call.comm.recv, rank, *leaves, *onto)
         shapes = [(slots, rows), *((rows, *leaf.shape[1:]) for leaf in leaves)]
         types = tuple(
             result_type(shape, dtype, operands[0])
@@ -161,9 +171,11 @@ class NativeCalls:
             "beside": call.beside,
         }
         # No way under vmap: a loop over starts would copy results that are not there yet.
-        start = jax.ffi.ffi_call(ffi.target(call.target), types)
+        held = operands[: len(operands) - len(onto)]  # the others become results
+        aliases = {len(held) + i: 1 + i for i in range(len(onto))}
+        start = jax.ffi.ffi_call(ffi.target(call.target), types, input_output_aliases=aliases)
         row_map, *results = start(*operands, **{k: np.int32(v) for k, v in attributes.items()})
-        return Part(row_map, tuple(results), operands, pool)
+        return Part(row_map, tuple(results), held, pool)
 
     def _check_place(self, axis_name):
         if axis_name != self.axis_name:
@@ -186,12 +198,15 @@ class NativeCalls:
             )
 
 
-def _in_calls(leaves: Leaves, kind: Callable) -> Iterator[Leaves]:
+def _in_calls(leaves: Leaves, kind: Callable) -> Iterator[slice]:
     """Leaves in order, as many together as a call takes; those of one call are of one kind."""
+    first = 0
     for _, alike in itertools.groupby(leaves, kind):
-        some = list(alike)
-        for begin in range(0, len(some), MAX_LEAVES):
-            yield some[begin : begin + MAX_LEAVES]
+        end = first + len(list(alike))
+        while first < end:
+            some = slice(first, min(first + MAX_LEAVES, end))
+            yield some
+            first = some.stop
 
 
 def _check_summed(dtype: Any) -> None:

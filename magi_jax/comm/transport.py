@@ -62,7 +62,8 @@ class Transport:
         start_cast, start_reduce_sum: as ``cast`` and ``reduce_sum``, for calls that run beside the
             computation that follows until `finish_call`; None for transports of XLA's own
             collectives, which it runs beside computation by itself. A cast is told, last, whether it is
-            ``exposed``: whether what follows is short, so that attention soon waits for it.
+            ``exposed``: whether what follows is short, so that attention soon waits for it; a reduce what its
+            sums are added to, or None: arrays like its results, in whose place these come.
         finish_call: ``InFlight -> leaves``.
         keep: ``leaves -> leaves``, the same, none of which is dropped while one is read. A compiler drops
             the end of a call whose results nobody reads, not its start, for which computation waits: it
@@ -74,7 +75,7 @@ class Transport:
     reduce_sum: Callable[[Leaves, CommMeta, str, Any], list[jax.Array]]
     reduce_lse: Callable[[jax.Array, jax.Array, CommMeta, str, Any], tuple[jax.Array, jax.Array]]
     start_cast: Callable[[Leaves, CommMeta, str, bool], InFlight] | None = None
-    start_reduce_sum: Callable[[Leaves, CommMeta, str, Any], InFlight] | None = None
+    start_reduce_sum: Callable[[Leaves, CommMeta, str, Any, Leaves | None], InFlight] | None = None
     finish_call: Callable[[InFlight], list[jax.Array]] | None = None
     keep: Callable[[Leaves], list[jax.Array]] | None = None
 

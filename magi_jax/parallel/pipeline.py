@@ -48,10 +48,12 @@ class Link:
         options: dict[str, Any] = {"transport": self.transport, "exposed": exposed}
         return start_cast(rows, step, self.axis_name, **options)
 
-    def start_reduce(self, partials: Arrays, step: CommMeta) -> InFlight:
-        """Begins a step of a sum."""
+    def start_reduce(
+        self, partials: Arrays, step: CommMeta, onto: Arrays | None = None
+    ) -> InFlight:
+        """Begins a step of a sum, which is added to ``onto``."""
         options: dict[str, Any] = {"wire_dtype": self.wire_dtype, "transport": self.transport}
-        return start_reduce(partials, step, self.axis_name, **options)
+        return start_reduce(partials, step, self.axis_name, onto=onto, **options)
 
     def finish(self, in_flight: InFlight) -> list[jax.Array]:
         """What a step brings."""
@@ -153,7 +155,7 @@ class Returns:
         """Sends the partial sums of a stage off."""
         *rest, first = comm.steps
         self.steps = tuple(rest)
-        self.leaving = self.link.start_reduce(partials, first)
+        self.leaving = self._start(partials, first, is_last=not rest)
 
     def collect(self, done: jax.Array) -> jax.Array:
         """Takes what ran beside an attention whose result is ``done``, and sends it on."""
@@ -182,7 +184,7 @@ class Returns:
         if leaving is not None:
             sums = self.link.finish(leaving)
             if self.steps:
-                self.crossing.append(self.link.start_reduce(sums, self.steps[-1]))
+                self.crossing.append(self._start(sums, self.steps[-1], is_last=True))
             else:
                 self._add(sums)
         self.leaving, self.steps = None, ()
@@ -192,6 +194,13 @@ class Returns:
         while self.crossing:
             self._add(self.link.finish(self.crossing.pop(0)))
         return own if self.total is None else list(map(jnp.add, self.total, own))
+
+    def _start(self, partials: Arrays, step: CommMeta, is_last: bool) -> InFlight:
+        """A step of their way; the last one adds to what came back before, which spares a pass over all."""
+        onto = None
+        if is_last:
+            onto, self.total = self.total, None
+        return self.link.start_reduce(partials, step, onto)
 
     def _add(self, sums: list[jax.Array]) -> None:
         self.total = sums if self.total is None else list(map(jnp.add, self.total, sums))

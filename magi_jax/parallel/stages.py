@@ -142,7 +142,8 @@ class Stages:
         dq, returns = self._remote_gradients(rows, dq, remote, stages)
         of_late = None
         if late:
-            dq, of_late = late.differentiate(self._differentiate, rows, of_late_keys, dq)
+            gradients = functools.partial(self._differentiate, dkv_dtype=self._wire_dtype(k))
+            dq, of_late = late.differentiate(gradients, rows, of_late_keys, dq)
         table = behind(returns.behind_start(stages.calc[0]), of_late)
         # Nothing is added to what is all of a key's gradient.
         is_final = late is None or late.is_all_of_its_keys
@@ -192,11 +193,18 @@ class Stages:
             keys_values, (delta, dq) = remote.take(stage, (delta, dq))
             table = stages.calc[stage + 1]
             table = returns.behind_start(remote.behind_start(table))
-            dq, *stage_dkv = self._differentiate((*others, delta), keys_values, table, dq=dq)
+            dkv_dtype = self._wire_dtype(keys_values[0])
+            dq, *stage_dkv = self._differentiate(
+                (*others, delta), keys_values, table, dkv_dtype, dq
+            )
             dq = returns.collect(dq)
             returns.give(stage_dkv, stages.comm[stage])
         returns.hasten()
         return dq, returns
+
+    def _wire_dtype(self, k: jax.Array) -> Any:
+        """Dtype of gradients that leave: where they travel in that of the keys, it is written at once."""
+        return k.dtype if self.reduce_dtype == k.dtype else jnp.float32
 
     def _travel(self, plan: AttentionPlan) -> Travel | None:
         if plan.travel is None:

@@ -221,19 +221,21 @@ def test_kept_keys_and_narrow_reductions(rng):
     assert transfers == {"fetched": 12, "kept": 8, "narrow": 12}
 
 
-def test_half_precision_without_sinks(rng):
-    """Rows without keys give zeros, -inf and no NaN; results have the dtype of q."""
+@pytest.mark.parametrize("reduce_dtype", [None, "bfloat16"])
+def test_half_precision_without_sinks(reduce_dtype, rng):
+    """Rows without keys give zeros, -inf and no NaN; results have the dtype of q, whatever travels."""
     mask = masks.varlen([30], causal=True).shift(5, 5, SIZE, SIZE)
     plan = make_plan(mask, 4, CONFIG)
     problem = random_problem(rng, SIZE)
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), problem)
     exact = jax.tree.map(lambda x: np.asarray(x, np.float32), half)
     arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), dispatched(exact, plan))
+    options = DistOptions(reduce_dtype=reduce_dtype)
 
     @jax.jit
     def run(problem, plan):
         def attention(q, k, v, sinks):
-            return attend(plan, mesh=make_mesh(cp=4))(q, k, v, None)
+            return attend(plan, mesh=make_mesh(cp=4), options=options)(q, k, v, None)
 
         return value_and_grads(attention, problem)
 

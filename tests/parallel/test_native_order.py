@@ -181,6 +181,25 @@ def test_attention_waits_for_the_start_of_a_call_and_its_finish_for_attention(
     assert len(finishes) - hidden == EXPOSED[direction, steps]
 
 
+def test_sums_are_added_to_those_of_the_stage_before(text, steps):
+    """In their place: the last pass reads one array, however many stages there are. Where sums cross between
+    nodes several are under way at once.
+    """
+    (body,) = functions_with(text, "magi_jax_group_reduce_sum")
+    program = Program(body)
+    added = 0
+    for value, target in program.calls:
+        if target == "magi_jax_group_reduce_sum" and "operand_alias" in program.lines[value]:
+            added += 1
+            (place,) = re.findall(
+                r"output_tuple_indices = \[1\],\s*operand_index = (\d+)", program.lines[value]
+            )
+            before = program.source(program.operands[value][int(place)])
+            assert (before, "magi_jax_group_finish") in program.calls
+    if steps == 1:
+        assert added == STAGES - 1
+
+
 def test_each_call_has_transfers_of_its_own(text):
     """XLA makes one of two transfers with equal operands: those of two calls with equal keys must differ in
     what they wait for, as the calls do in their queries, results and cotangents.
