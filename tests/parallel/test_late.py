@@ -97,17 +97,18 @@ def test_batches_share_a_plan_or_have_their_own(rng):
     check(run(own, stacked), stacked, expected_batch(problem, mask_of), axis=1)
 
 
-def test_the_largest_logit_counts_late_queries(rng):
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_the_largest_logit_counts_late_queries_and_all_sequences(lead, rng):
     plan = make_plan(WINDOW, 4, CONFIG)
-    problem = random_problem(rng, SEQ_LEN)
-    moved = dispatched(problem, plan)
+    problem = random_problem(rng, SEQ_LEN, lead=lead)
+    moved = dispatched(problem, plan, axis=len(lead))
     mesh = make_mesh(cp=4)
     _, found = jax.jit(
         lambda q, k, v: dist_attention(q, k, v, plan, mesh=mesh, return_max_logits=True)
     )(moved.q, moved.k, moved.v)
-    keys = np.repeat(problem.k, 2, axis=1)
-    logits = np.einsum("tnh,snh->nts", problem.q, keys) * 8**-0.5
-    wanted = np.where(WINDOW.dense(), logits, -np.inf).max(axis=(1, 2))
+    keys = np.repeat(problem.k, 2, axis=-2)
+    logits = np.einsum("...tnh,...snh->n...ts", problem.q, keys) * 8**-0.5
+    wanted = np.where(WINDOW.dense(), logits, -np.inf).reshape(4, -1).max(axis=1)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
