@@ -137,7 +137,7 @@ def simulate(args) -> None:
             flops = FLOPS_PER_PAIR[which] * areas[cp, mask] * NUM_HEADS * HEAD_DIM
             kernels = times.kernel_us(which)
             slowest = kernels.argmax()
-            row[which] = round(flops / cp / step / 1e6, 1)
+            row[which] = float(f"{flops / cp / step / 1e6:.5g}")  # also of a CPU
             row[f"{which}_us"] = round(step, 1)
             row[f"{which}_kernel_us"] = round(float(kernels[slowest]), 1)
             row[f"{which}_mean_kernel_us"] = round(float(kernels.mean()), 1)
