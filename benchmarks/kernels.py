@@ -34,8 +34,6 @@ from timing import matmul_tflops, mean_seconds
 import magi_jax
 from magi_jax import masks
 from magi_jax.plan import slice_table
-from magi_jax.plan.part_specs import TableSpec
-from magi_jax.plan.slice_table import exact_spec
 from magi_jax.plan.tables import SliceTable
 
 NUM_HEADS, NUM_KV_HEADS = 64, 8
@@ -109,8 +107,8 @@ def measure_length(length: int, head_dim: int, args: argparse.Namespace) -> Iter
     operands = make_operands(length, head_dim)
     chosen = {name: case for name, case in cases(length).items() if name in (args.masks or [name])}
     # One shape for the tables of all masks: a program for each length, not for each mask.
-    tables = [slice_table(case.mask) for case in chosen.values()]
-    spec = functools.reduce(TableSpec.union, map(_spec, tables))
+    first, *others = (slice_table(case.mask).spec for case in chosen.values())
+    spec = first.union(*others)
     calls = {}
     for name, (kind, lengths, mask) in chosen.items():
         repeats = _repeats(mask.area, head_dim)
@@ -142,10 +140,6 @@ def _repeats(area: int, head_dim: int) -> int:
     while repeats * expected_s < 1.5e-3 and repeats < MOST_REPEATS:
         repeats *= 2
     return repeats
-
-
-def _spec(table: SliceTable) -> TableSpec:
-    return exact_spec(jax.tree.map(lambda leaf: leaf[None], table))
 
 
 @functools.cache

@@ -13,7 +13,6 @@ packing has a causal mask of its own. Ways to give it to a step of forward and b
 """
 
 import argparse
-import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -31,9 +30,6 @@ from provenance import ROOT, save
 import magi_jax
 from magi_jax import data, masks
 from magi_jax.plan import PlanConfig, make_plan, slice_table
-from magi_jax.plan.part_specs import TableSpec
-from magi_jax.plan.sizes import bucket
-from magi_jax.plan.slice_table import exact_spec
 
 sys.path.insert(0, str(ROOT / "examples"))
 import corpus
@@ -156,8 +152,8 @@ def spread(values: list[float]) -> dict[str, float]:
 def argument(packings: list, args) -> dict:
     """One device, tables as arguments."""
     sample = itertools.islice(stream(args.seq_len, args.seed + 1), SAMPLE)
-    specs = [_spec(slice_table(mask_of(ids))) for ids in sample]
-    found = _roomy(functools.reduce(TableSpec.union, specs))
+    first, *others = (slice_table(mask_of(ids)).spec for ids in sample)
+    found = first.union(*others).scaled(MARGIN)
     traced: list = []
     step = step_of(magi_jax.flex_flash_attention, traced)
     x, outgrown = operands(args), 0
@@ -169,22 +165,11 @@ def argument(packings: list, args) -> dict:
             return slice_table(mask, spec=found)
         except ValueError:  # a packing with more documents than any of the sample
             outgrown += 1
-            found = found.union(_roomy(_spec(slice_table(mask))))
+            found = found.union(slice_table(mask).spec.scaled(MARGIN))
             return slice_table(mask, spec=found)
 
     result = run(packings, prepare, lambda table: step(*x, table), jax.block_until_ready)
     return {"compiles": len(traced), "outgrown": outgrown, **result}
-
-
-def _spec(table) -> TableSpec:
-    return exact_spec(jax.tree.map(lambda leaf: leaf[None], table))
-
-
-def _roomy(spec: TableSpec) -> TableSpec:
-    names = ("slices", "query_runs", "query_ids", "key_runs", "key_ids")
-    return dataclasses.replace(
-        spec, **{name: bucket(int(MARGIN * getattr(spec, name))) for name in names}
-    )
 
 
 def distributed(packings: list, args) -> dict:

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from magi_jax.plan.slice_table import build_table, exact_spec
+from magi_jax.plan.slice_table import build_table
 from magi_jax.plan.spec import TableSpec, bucket
 from magi_jax.plan.tables import SliceTable
 from scaling.work import Piece
@@ -15,7 +15,7 @@ def device_table(piece: Piece) -> SliceTable:
     k_len = bucket(piece.k_len, 128)
     slices = piece.slices.astype(np.int64)
     sizes = slices, np.zeros(len(slices), np.int64), 1, q_len, k_len, 128, "compiled"
-    need = exact_spec(build_table(*sizes))
+    need = build_table(*sizes).spec
     capacities = need.slices, need.query_runs, need.query_ids, need.key_runs, need.key_ids
     made = build_table(*sizes, TableSpec(q_len, k_len, 128, *map(_roomy, capacities)))
     return jax.tree.map(lambda leaf: leaf[0], made)

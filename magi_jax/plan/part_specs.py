@@ -4,7 +4,16 @@ import dataclasses
 from dataclasses import dataclass
 
 from magi_jax.plan.comm_spec import AnyCommSpec, CommSpec
-from magi_jax.plan.sizes import MIN_BUFFER_ROWS, MIN_ENTRIES, Sizes, capacity
+from magi_jax.plan.sizes import (
+    MIN_BUFFER_ROWS,
+    MIN_ENTRIES,
+    Sizes,
+    bucket,
+    capacity,
+    entries_factor,
+    require_growth,
+    rounded,
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,23 @@ class TableSpec(Sizes):
     query_ids: int = dataclasses.field(metadata=capacity(MIN_ENTRIES))
     key_runs: int = dataclasses.field(metadata=capacity(MIN_ENTRIES))
     key_ids: int = dataclasses.field(metadata=capacity(MIN_ENTRIES))
+
+    def scaled(self, factor: float) -> "TableSpec":
+        """The same with room for the entries that go with ``factor`` times as many rows of keys
+        (`sizes.entries_factor`): for masks not seen yet.
+
+        Raises:
+            ValueError: ``factor`` is less than 1, which would leave no room for the table itself.
+        """
+        require_growth(factor)
+        wide = rounded(self, None, entries_factor(factor))
+        # Ids take 4 bytes, and there is one for each slice and tile that meet: no number differs more.
+        twice = 2 if factor > 1 else 1
+        return dataclasses.replace(
+            wide,
+            query_ids=bucket(twice * wide.query_ids, MIN_ENTRIES),
+            key_ids=bucket(twice * wide.key_ids, MIN_ENTRIES),
+        )
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import dataclasses
 import math
 
 from magi_jax.plan.comm_spec import AnyCommSpec, CommSpec, TwoLevelSpec, grown
-from magi_jax.plan.part_specs import LateSpec, StagesSpec, TableSpec, TravelSpec
-from magi_jax.plan.sizes import MIN_BUFFER_ROWS, MIN_ENTRIES, bucket, entries_factor, rounded
+from magi_jax.plan.part_specs import LateSpec, StagesSpec, TravelSpec
+from magi_jax.plan.sizes import MIN_BUFFER_ROWS, MIN_ENTRIES, bucket
 
 
 def roomy_stages(stages: StagesSpec, factor: float, local_len: int) -> StagesSpec:
@@ -18,7 +18,7 @@ def roomy_stages(stages: StagesSpec, factor: float, local_len: int) -> StagesSpe
     """
     comm = _with_equal_self_rows(tuple(grown(spec, factor) for spec in stages.comm))
     k_lens = (stages.calc[0].k_len, *(spec.dst_rows for spec in comm))
-    tables = (_roomy_table(table, factor) for table in stages.calc)
+    tables = (table.scaled(factor) for table in stages.calc)
     calc = (
         dataclasses.replace(table, q_len=local_len, k_len=k_len)
         for table, k_len in zip(tables, k_lens, strict=True)
@@ -38,7 +38,7 @@ def roomy_late(late: LateSpec, factor: float, local_len: int) -> LateSpec:
         dst_rows=max(min(arriving, most), late.comm.dst_rows),
         self_rows=max(self_rows, late.comm.self_rows),
     )
-    calc = _roomy_table(late.calc, factor)
+    calc = late.calc.scaled(factor)
     calc = dataclasses.replace(calc, q_len=local_len, k_len=comm.dst_rows)
     rows = late.shared_rows
     if rows is not None:
@@ -50,7 +50,7 @@ def roomy_late(late: LateSpec, factor: float, local_len: int) -> LateSpec:
 def roomy_travel(travel: TravelSpec, factor: float) -> TravelSpec:
     """The same of travelling queries."""
     comm = grown(travel.comm, factor)
-    calc = _roomy_table(travel.calc, factor)
+    calc = travel.calc.scaled(factor)
     return TravelSpec(dataclasses.replace(calc, q_len=comm.dst_rows), comm)
 
 
@@ -88,16 +88,4 @@ def _with_equal_self_rows(comm: tuple[AnyCommSpec, ...]) -> tuple[AnyCommSpec, .
         if isinstance(spec, TwoLevelSpec)
         else spec
         for spec in comm
-    )
-
-
-def _roomy_table(table: TableSpec, factor: float) -> TableSpec:
-    """Sizes of a table with room for what goes with ``factor`` times as many rows."""
-    wide = rounded(table, None, entries_factor(factor))
-    # Ids take 4 bytes, and there is one for each slice and tile that meet: no number differs more.
-    twice = 2 if factor > 1 else 1
-    return dataclasses.replace(
-        wide,
-        query_ids=bucket(twice * wide.query_ids, MIN_ENTRIES),
-        key_ids=bucket(twice * wide.key_ids, MIN_ENTRIES),
     )

@@ -31,6 +31,12 @@ def entries_factor(factor: float) -> float:
     return min(1 + 4 * (factor - 1), 2 * factor)
 
 
+def require_growth(factor: float) -> None:
+    """Raises ValueError unless sizes times ``factor`` leave room for what they are of."""
+    if not factor >= 1:
+        raise ValueError(f"a spec is scaled by a factor of at least 1, got {factor}")
+
+
 def capacity(minimum: int | None = 0) -> dict[str, int | None]:
     """Marks a field that need only be large enough, rounded up to buckets unless ``minimum`` is None."""
     return {"capacity": minimum}

@@ -20,12 +20,19 @@ def slice_table(
     Args:
         mask: an `AttnMask`.
         tile_size: rows of a tile.
-        spec: sizes to pad to; None takes the mask's own, rounded up to buckets.
+        spec: sizes to pad to, such as the `SliceTable.spec` of several tables united, so that a jitted
+            function is compiled once for all of them; None takes the mask's own, rounded up to buckets.
 
     Raises:
-        ValueError: ``spec`` is too small or of another kind; the first such size is named.
+        TypeError: ``mask`` or ``spec`` is of another kind.
+        ValueError: ``spec`` is too small; the first such size is named.
     """
     require_mask(mask)
+    if spec is not None and not isinstance(spec, TableSpec):
+        raise TypeError(
+            f"spec must be a TableSpec, such as slice_table(other_mask).spec, or None; got"
+            f" {type(spec).__name__}"
+        )
     part = np.zeros(mask.num_slices, np.int64)
     sizes = (mask.q_len, mask.k_len, tile_size)
     table = build_table(mask.slices, part, 1, *sizes, "numpy", spec)
@@ -76,7 +83,7 @@ def build_table(
     rooms = tuple(map(room, ("slices", "query_runs", "query_ids", "key_runs", "key_ids")))
     sizes = q_len, k_len, tile_size
     table = SliceTable(*solver.TABLES[engine](slices, part, num_parts, *sizes, rooms), *sizes)
-    if spec is not None and (problem := spec.shortfall(exact_spec(table), path)):
+    if spec is not None and (problem := spec.shortfall(table.spec, path)):
         raise does_not_fit(problem)
     if spec is not None and (q_len, k_len) != (spec.q_len, spec.k_len):
         raise does_not_fit(
@@ -90,18 +97,6 @@ def empty_table(spec: TableSpec, num_parts: int) -> SliceTable:
     """Tables of ``num_parts`` parts in which no query sees a key."""
     none = np.zeros((0, bands.NUM_COLUMNS), np.int64), np.zeros(0, np.int64)
     return build_table(*none, num_parts, spec.q_len, spec.k_len, spec.tile_size, "numpy", spec)
-
-
-def exact_spec(table: SliceTable) -> TableSpec:
-    """Sizes of a table as it is."""
-    leaves = (
-        table.slices,
-        table.by_query.runs,
-        table.by_query.ids,
-        table.by_key.runs,
-        table.by_key.ids,
-    )
-    return TableSpec(table.q_len, table.k_len, table.tile_size, *(leaf.shape[1] for leaf in leaves))
 
 
 def pad_entries(leaf: np.ndarray, size: int, fill: int | np.ndarray = 0) -> np.ndarray:

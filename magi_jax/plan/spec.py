@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from magi_jax.plan.comm_spec import AnyCommSpec, CommSpec, TwoLevelSpec
 from magi_jax.plan.part_specs import LateSpec, StagesSpec, TableSpec, TravelSpec
 from magi_jax.plan.room import roomy_move, roomy_stages, roomy_travel
-from magi_jax.plan.sizes import MIN_SEGMENTS, Sizes, bucket, capacity, entries_factor, union_of
+from magi_jax.plan.sizes import (
+    MIN_SEGMENTS,
+    Sizes,
+    bucket,
+    capacity,
+    entries_factor,
+    require_growth,
+    union_of,
+)
 
 # Where the keys of a plan are: with its queries, in another plan's dispatch, or whole on every rank.
 OWN_KEYS, OTHER_KEYS, REPLICATED_KEYS = "own", "other", "replicated"
@@ -144,8 +152,7 @@ class PlanSpec(Sizes):
         Raises:
             ValueError: ``factor`` is less than 1, which would leave no room for the plan itself.
         """
-        if not factor >= 1:
-            raise ValueError(f"a spec is scaled by a factor of at least 1, got {factor}")
+        require_growth(factor)
         entries = entries_factor(factor)
         num_chunks = -(-self.seq_len // self.chunk_size)
         chunks = -(-num_chunks // self.cp_size)  # of a rank, at most

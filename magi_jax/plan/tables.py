@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from magi_jax.plan.comm_spec import CommSpec, StepSpec, TwoLevelSpec
+from magi_jax.plan.part_specs import TableSpec
 from magi_jax.solver.slice_table import TileRuns
 
 PEER, SRC_ROW, DST_ROW, N_ROWS, SLOT = range(5)
@@ -43,6 +44,22 @@ class SliceTable:
     def __repr__(self) -> str:
         # Not the entries, which would fill the screen, nor anything of theirs: they may be traced or None.
         return f"SliceTable(q_len={self.q_len}, k_len={self.k_len}, tile_size={self.tile_size})"
+
+    @property
+    def spec(self) -> TableSpec:
+        """Its sizes: `slice_table` lays other masks out in them, or in what several of them have united
+        (`TableSpec.union`) and scaled (`TableSpec.scaled`), so that one program serves all.
+        """
+        return TableSpec(
+            self.q_len,
+            self.k_len,
+            self.tile_size,
+            slices=self.slices.shape[-2],
+            query_runs=self.by_query.runs.shape[-2],
+            query_ids=self.by_query.ids.shape[-1],
+            key_runs=self.by_key.runs.shape[-2],
+            key_ids=self.by_key.ids.shape[-1],
+        )
 
     def local(self, rank: Array, cp_size: int) -> "SliceTable":
         """The table of one rank, without the ``[cp]`` axis."""

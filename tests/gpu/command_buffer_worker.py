@@ -11,7 +11,6 @@ import numpy as np
 
 import magi_jax as mj
 from magi_jax.plan import slice_table
-from magi_jax.plan.slice_table import build_table, exact_spec
 
 # With so many keys, and without and with pairs of thread blocks.
 TOKENS, HEADS, KV_HEADS, DIM = (1000, 2304), 8, 2, 128
@@ -36,12 +35,8 @@ def tables(tokens: int):
     """Tables of one size, so that one program serves them."""
     documents = [tokens], [300, tokens - 300], [10, 480, tokens - 490]
     masks = [mj.masks.varlen(lengths, causal=True) for lengths in documents]
-    part = [np.zeros(mask.num_slices, np.int64) for mask in masks]
-    specs = [
-        exact_spec(build_table(mask.slices, each, 1, tokens, tokens, 128))
-        for mask, each in zip(masks, part, strict=True)
-    ]
-    spec = specs[0].union(*specs[1:])
+    first, *others = (slice_table(mask).spec for mask in masks)
+    spec = first.union(*others)
     return [slice_table(mask, spec=spec) for mask in masks]
 
 

@@ -218,7 +218,7 @@ def test_refusals():
     with pytest.raises(ValueError, match='keys must be a plan, "replicated" or None'):
         DECODER.with_mask(mask, keys="everywhere")
     with pytest.raises(
-        TypeError, match="that dispatched them, .*got AttnMask: make_plan.*cp_size=4"
+        TypeError, match=r"that dispatched them, .*got AttnMask: make_plan.*cp_size=4"
     ):
         DECODER.with_mask(mask, keys=masks.full(K_LEN))
     with pytest.raises(ValueError, match="keys are on 2 ranks, the queries on 4"):

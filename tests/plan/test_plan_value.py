@@ -271,10 +271,18 @@ def test_slice_table_of_one_device(q_len, k_len):
     assert table.slices.shape[1] == 6
     assert {leaf.dtype for leaf in jax.tree.leaves(table)} == {np.dtype(np.int32)}
     with pytest.raises(ValueError, match=r"q_len is \d+, but \d+ is needed"):
-        slice_table(masks.full(q_len + 1, k_len), spec=_spec_of(table))
+        slice_table(masks.full(q_len + 1, k_len), spec=table.spec)
+    with pytest.raises(TypeError, match=r"spec must be a TableSpec, .* got PlanSpec"):
+        slice_table(mask, spec=make_plan(masks.causal(8), 1).spec)
 
 
-def _spec_of(table):
-    from magi_jax.plan.slice_table import exact_spec
-
-    return exact_spec(jax.tree.map(lambda leaf: leaf[None], table))
+def test_tables_have_their_spec_alone_and_in_a_plan():
+    table = slice_table(MASK)
+    assert slice_table(MASK, spec=table.spec).spec == table.spec
+    wide = table.spec.scaled(1.5)
+    assert wide.covers(table.spec)
+    assert slice_table(MASK, spec=wide).spec == wide
+    plan = make_plan(MASK, 4)
+    assert tuple(each.spec for each in plan.calc) == plan.spec.calc
+    with pytest.raises(ValueError, match=r"scaled by a factor of at least 1, got 0\.5"):
+        table.spec.scaled(0.5)

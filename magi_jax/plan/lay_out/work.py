@@ -10,7 +10,6 @@ from magi_jax.plan.lay_out.stages import lay_out_both_late, lay_out_late, lay_ou
 from magi_jax.plan.lay_out.travel import lay_out_travel
 from magi_jax.plan.lay_out.ways import AUTO, LATE, Overlap, late_work, settled_counts
 from magi_jax.plan.part_specs import LateSpec, StagesSpec, TravelSpec
-from magi_jax.plan.slice_table import exact_spec
 from magi_jax.plan.spec import PlanSpec
 from magi_jax.plan.tables import LateTables, StageTables, TravelTables
 from magi_jax.solver.cost.machine import Machine
@@ -95,14 +94,14 @@ def spec_of(tables: WorkTables) -> dict:
     def stages(part: StageTables) -> StagesSpec:
         comm = tuple(m.spec for m in part.comm)
         last = None if part.late is None else late(part.late)
-        return StagesSpec(tuple(map(exact_spec, part.calc)), comm, last)
+        return StagesSpec(tuple(table.spec for table in part.calc), comm, last)
 
     def late(part: LateTables) -> LateSpec:
         shared_rows = None if part.shared is None else part.shared.comm.src_rows
-        return LateSpec(exact_spec(part.calc), part.comm.spec, shared_rows)
+        return LateSpec(part.calc.spec, part.comm.spec, shared_rows)
 
     def travel(part: TravelTables) -> TravelSpec:
-        return TravelSpec(exact_spec(part.calc), part.comm.spec)
+        return TravelSpec(part.calc.spec, part.comm.spec)
 
     forward = stages(tables.forward)
     return {
