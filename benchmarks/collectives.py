@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import add_process_flags, save_ranks, start
+from processes import add_process_flags, place, save_ranks, start
 from timing import seconds
 
 from magi_jax.comm import group_cast, group_reduce, symmetric_memory
@@ -73,9 +73,8 @@ def group_figures(mesh: Mesh, rows: int, pieces: list[int], placement: str, bloc
 
 def transport_figures(mesh: Mesh, rows: int, kibibytes: int, transport, label: dict) -> list:
     """Cast of bfloat16 rows, and reduces of rows that travel in bfloat16 and in float32."""
-    comm = jax.device_put(
-        transfer(mesh.size, rows, kibibytes * 1024 // ROW_BYTES), NamedSharding(mesh, P("cp"))
-    )
+    table = transfer(mesh.size, rows, kibibytes * 1024 // ROW_BYTES)
+    comm = place(table, NamedSharding(mesh, P("cp")))
     cast = shards(mesh, lambda c, x: group_cast(x, c, "cp", transport=transport))
     reduce = shards(
         mesh, lambda c, x: group_reduce(x, c, "cp", out_dtype=jnp.float32, transport=transport)

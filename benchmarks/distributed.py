@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import add_process_flags, save_ranks, start
+from processes import add_process_flags, place, save_ranks, start
 from turns import Times, in_turns, means, ratio, run
 
 import magi_jax
@@ -113,7 +113,7 @@ def measure(mesh, name, mask, num_heads, num_kv_heads, args) -> list[dict]:
     flops = {"alone": 4 * alone_mask.area * num_heads * HEAD_DIM}
     flops["each"] = 4 * mask.area * num_heads * HEAD_DIM / cp_size
     tensors = operands(mesh, cp_size * plan.spec.local_len, num_heads, num_kv_heads)
-    placed = jax.device_put(plan, NamedSharding(mesh, P("cp")))
+    placed = place(plan, NamedSharding(mesh, P("cp")))
     calls, checks, single = {}, [], None
     with contextlib.ExitStack() as stack:
         if not args.no_single:
@@ -180,7 +180,7 @@ def single_gpus(
     devices = mesh.local_devices[: 1 if first_only else None]
     apart = Mesh(np.array(devices), ("cp",), axis_types=(AxisType.Auto,))
     tensors = operands(apart, len(devices) * mask.q_len, num_heads, num_kv_heads)
-    table = jax.device_put(slice_table(mask), NamedSharding(apart, P()))
+    table = place(slice_table(mask), NamedSharding(apart, P()))
     # One program for all of them, in which nothing crosses: it is compiled and started once.
     attention = jax.shard_map(
         functools.partial(magi_jax.flex_flash_attention, implementation=None),

@@ -12,12 +12,11 @@ import argparse
 from collections.abc import Callable
 
 import jax
-import numpy as np
 from baselines import layouts, strategies
 from baselines.base import Problem, Strategy
 from distributed import HEAD_DIM, cases, chosen, operands, our_passes, passes, plan_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from processes import add_process_flags, save_ranks, start
+from processes import add_process_flags, place, save_ranks, start
 from scaling.problems import document_lengths
 from scaling.work import strategy_names
 from timing import steady_seconds
@@ -79,7 +78,7 @@ def time_ours(
     num_heads, num_kv_heads = map(int, heads.split(":"))
     plan = plan_of(problem.mask, mesh.size, (num_heads, num_kv_heads))
     tensors = operands(mesh, mesh.size * plan.spec.local_len, num_heads, num_kv_heads)
-    placed = jax.device_put(plan, NamedSharding(mesh, PartitionSpec("cp")))
+    placed = place(plan, NamedSharding(mesh, PartitionSpec("cp")))
     with chosen(args.transport, mesh, plan, (num_heads, num_kv_heads), args) as (which, check):
         times = timed(our_passes(tensors, placed, mesh, which))
         check()
@@ -91,7 +90,7 @@ def time_rival(strategy: Strategy, mesh: Mesh, problem: Problem, heads: str) -> 
     devices = list(mesh.devices.ravel())
     tables = strategy.tables(problem)
     rows = NamedSharding(mesh, PartitionSpec("cp"))
-    placed = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), rows), tables)
+    placed = place(tables, rows)
     length = int(layouts.rows_held(strategy.layout(problem)).max())
     tensors = operands(mesh, mesh.size * length, *map(int, heads.split(":")))
     return timed(passes(strategy.attention(devices), tensors, placed))

@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
+from processes import from_all
 
 
 def seconds(
@@ -75,9 +74,7 @@ def mean_seconds(call: Callable[[], Any], wait: Callable[[Any], Any], count: int
 
 def _agreed(count: int) -> int:
     """The number of the first process: calls that wait for each other must be as many in all."""
-    if jax.process_count() == 1:
-        return count
-    return int(multihost_utils.broadcast_one_to_all(np.int32(count)))
+    return from_all(count)[0]
 
 
 def matmul_tflops() -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from processes import from_all
 from timing import mean_seconds
 
 SETTLE_S, TURN_S = 0.3, 0.02  # before what is compared, and of each turn, of one call at least
@@ -115,6 +115,4 @@ def _ends(calls: Iterable[Callable], ahead: int) -> list[float]:
 
 def _slowest(seconds: list[float]) -> list[float]:
     """The largest of all processes, for each."""
-    if jax.process_count() == 1:
-        return seconds
-    return np.max(multihost_utils.process_allgather(np.array(seconds)), axis=0).tolist()
+    return np.max(from_all(seconds), axis=0).tolist()
