@@ -132,3 +132,18 @@ def test_half_a_million_keys(dtype, limit, rng):
     errors = _errors(got, want)
     assert max(errors[:1] + errors[2:]) <= limit, errors
     assert errors[1] <= 1e-6, errors
+
+
+@pytest.mark.parametrize(
+    ("dtype", "unit"), [(jnp.bfloat16, 2.0**-7), (jnp.float16, 2.0**-10), (jnp.float16, 2.0**-24)]
+)
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+def test_results_are_rounded_to_nearest_even(dtype, unit, implementation):
+    """The mean of two neighbours lies half way between them; the last numbers are denormals of float16."""
+    base = 0.0 if unit < 1e-6 else 1.0
+    below = base + unit * np.arange(0, 7)
+    v = jnp.asarray(np.stack([below, below + unit])[:, None], dtype)
+    q = k = jnp.zeros((2, 1, 8), dtype)
+    out = mj.flex_flash_attention(q, k, v, mj.masks.full(2), implementation=implementation)
+    even = base + unit * np.round(np.arange(0, 7) + 0.5)  # to even, as NumPy rounds
+    np.testing.assert_array_equal(np.asarray(out[0, 0], np.float64), even)
