@@ -64,6 +64,16 @@ def test_linen_module(inputs):
     np.testing.assert_allclose(ours.apply(params, inputs), expected, **TOLERANCE)
 
 
+def test_a_module_with_dropout_is_served_where_it_drops_nothing(inputs):
+    """As in evaluation."""
+    ours = nnx.MultiHeadAttention(
+        **SIZES, dropout_rate=0.5, rngs=nnx.Rngs(0), attention_fn=mj.flax.attention_fn(MASK)
+    )
+    dense = nnx.MultiHeadAttention(**SIZES, rngs=nnx.Rngs(0))
+    expected = dense(inputs, mask=MASK.dense())
+    np.testing.assert_allclose(ours(inputs, deterministic=True), expected, **TOLERANCE)
+
+
 def test_dtype_of_the_module_is_honoured(inputs):
     module = nnx.MultiHeadAttention(
         **SIZES, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), attention_fn=mj.flax.attention_fn(MASK)
