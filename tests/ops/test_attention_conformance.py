@@ -160,7 +160,9 @@ def test_causal_future_does_not_leak(implementation, rng):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_accumulate_merges(implementation, dtype, rng):
-    """Two halves of the keys, one after the other, give the whole; an empty half changes nothing."""
+    """Two halves of the keys, one after the other, give the whole; an empty half changes nothing. The largest
+    logits are those of each half.
+    """
     q, k, v, *_ = problem.tensors(rng, PLAIN, dtype)
     mask, cut = problem.all_masks()["rows_without_keys"], 40
     size = problem.SIZE, problem.K_SIZE
@@ -170,20 +172,26 @@ def test_accumulate_merges(implementation, dtype, rng):
 
     @jax.jit
     def attend(q, k, v, tables):
-        options = {"scale": 0.3, "logits_soft_cap": 0.0}
-        partial = kernel.forward(q, k, v, tables[0], out_dtype=jnp.float32, **options)
+        options = {"scale": 0.3, "logits_soft_cap": 0.0, "with_row_max": True}
+        *partial, top = kernel.forward(q, k, v, tables[0], out_dtype=jnp.float32, **options)
+        tops = [top]
         for table in tables[1:]:
-            partial = kernel.forward(q, k, v, table, accumulate=partial, **options)
-        return partial
+            *partial, top = kernel.forward(q, k, v, table, accumulate=tuple(partial), **options)
+            tops.append(top)
+        return partial, tops
 
-    tables = [problem.table_of(part) for part in (left, right, masks.empty(*size))]
+    parts = [left, right, masks.empty(*size)]
     wide = [np.asarray(x, np.float64) for x in (q, k, v)]
     right_out, right_lse = problem.oracle.attention(*wide, mask.dense(), scale=0.3)
-    for order in (tables, tables[::-1]):
-        out, lse = attend(q, k, v, order)
+    logits = 0.3 * np.einsum("tnh,snh->nts", wide[0], wide[1].repeat(PLAIN.q // PLAIN.kv, axis=1))
+    for order in (parts, parts[::-1]):
+        (out, lse), tops = attend(q, k, v, [problem.table_of(part) for part in order])
         assert (out.dtype, lse.dtype) == (jnp.float32, jnp.float32)
         problem.assert_close(out, right_out, 3e-6 if dtype == "float32" else 6e-3, "out")
         problem.assert_close(lse, right_lse, 3e-6, "lse")
+        for top, part in zip(tops, order, strict=True):
+            largest = np.where(part.dense(), logits, -np.inf).max(axis=2).T
+            problem.assert_close(top, largest, 3e-6, "largest logits")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -210,3 +210,10 @@ def test_bad_options():
     with pytest.raises(ValueError, match="8 ranks are not whole nodes of 3"):
         make_plan(MASK, 8, config)
     assert np.isfinite(make_plan(masks.empty(SIZE), 8, NODES).report().predicted_us)
+
+
+def test_rows_that_enter_a_rank_from_other_nodes_are_counted_where_they_arrive():
+    """In a window the first rank of the second node alone needs rows of the first node."""
+    config = PlanConfig(dispatch="contiguous", ranks_per_node=2, two_level=False)
+    plan = make_plan(masks.local(256, window=(31, 0)), 4, config)
+    assert plan.report(ranks_per_node=2).crossing_rows.tolist() == [0, 0, 31, 0]
