@@ -146,7 +146,7 @@ class AttentionPlan:
         require_concrete(self, "plot")
         if self.spec.keys != OWN_KEYS:
             raise ValueError("plot() draws self-attention; the keys of this plan are other tokens")
-        plot_plan(self, path, report)
+        plot_plan(jax.tree.map(np.asarray, self), path, report)
 
     def fingerprint(self) -> str:
         """A hash of all tables and sizes, 32 hex digits: equal on processes that planned the same.

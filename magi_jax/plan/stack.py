@@ -19,8 +19,14 @@ def stack_plans(plans: Sequence[AttentionPlan]) -> AttentionPlan:
             batch axis.
 
     Raises:
+        TypeError: one of them is no plan, or a plan is given instead of several.
         ValueError: no plan is given, or the specs differ.
     """
+    if isinstance(plans, AttentionPlan):
+        raise TypeError("stack_plans takes one plan for each replica, such as [plan]; got a plan")
+    for i, plan in enumerate(plans):
+        if not isinstance(plan, AttentionPlan):
+            raise TypeError(f"plan {i} must be an AttentionPlan, got {type(plan).__name__}")
     if not plans:
         raise ValueError("stack_plans needs at least one plan")
     for i, plan in enumerate(plans):

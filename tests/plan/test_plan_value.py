@@ -179,6 +179,10 @@ def test_stack_plans():
         stack_plans([plan, other])
     with pytest.raises(ValueError, match="at least one plan"):
         stack_plans([])
+    with pytest.raises(TypeError, match=r"such as \[plan\]; got a plan"):
+        stack_plans(plan)
+    with pytest.raises(TypeError, match="plan 1 must be an AttentionPlan, got PlanSpec"):
+        stack_plans([plan, plan.spec])
     with pytest.raises(ValueError, match="stacked or local plan"):
         stacked.report()
 
@@ -238,6 +242,16 @@ def test_plot(tmp_path, cp_size):
     plan = make_plan(varlen_causal([300, 140, 7]), cp_size, PlanConfig(chunk_size=4))
     plan.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_a_plan_that_is_on_the_devices_is_drawn_and_reported(tmp_path):
+    pytest.importorskip("matplotlib")
+    plan, mesh = make_plan(MASK, 4, CONFIG), jax.make_mesh((4,), ("cp",))  # explicit, as by default
+    placed = jax.device_put(plan, jax.NamedSharding(mesh, jax.P("cp")))
+    placed.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    assert placed.report(mask=MASK).imbalance == plan.report().imbalance
+    assert stack_plans([placed, plan]).fingerprint() == stack_plans([plan, plan]).fingerprint()
 
 
 def test_picture_shows_the_mask_and_its_owners():
