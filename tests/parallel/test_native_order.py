@@ -99,12 +99,14 @@ def text(steps):
     return lowered(plan, gradients=True)
 
 
-def traced(plan, gradients=False, of=(0, 1, 2), **options):
+def traced(plan, gradients=False, of=(0, 1, 2), keep_remote_kv=False, **options):
     """Attention under a plan, or its gradients with respect to some of q, k, v, plan and sinks."""
     cp_size = plan.cp_size
     mesh = jax.sharding.AbstractMesh((cp_size,), ("cp",), axis_types=(AxisType.Auto,))
     transport = NativeCalls(1, 2, "cp", cp_size).transport()
-    how = DistOptions(transport=transport, implementation="reference")
+    how = DistOptions(
+        transport=transport, implementation="reference", keep_remote_kv=keep_remote_kv
+    )
 
     def attend(q, k, v, plan, sinks=None):
         return dist_attention(q, k, v, plan, sinks=sinks, options=how, **options)
@@ -198,6 +200,28 @@ def test_sums_are_added_to_those_of_the_stage_before(text, steps):
             assert (before, "magi_jax_group_finish") in program.calls
     if steps == 1:
         assert added == STAGES - 1
+
+
+def test_stages_whose_keys_were_kept_are_walked_from_the_last_to_the_first():
+    """Those of other nodes come last, and their gradients have the longer way."""
+    config = PlanConfig(
+        chunk_size=64, overlap=2, ranks_per_node=2, two_level=True, travelling="never"
+    )
+    plan = make_plan(masks.causal(1024), 4, config)
+    sizes = [comm.dst_rows for comm in plan.forward_stages.comm]
+    assert sizes[0] != sizes[1]
+    (body,) = functions_with(
+        lowered(plan, gradients=True, keep_remote_kv=True), "magi_jax_group_reduce_sum"
+    )
+    assert "magi_jax_group_cast" not in body
+    program = Program(body)
+    rows = [
+        int(re.search(r"dst_rows = (\d+)", program.lines[value])[1])
+        for value, target in program.calls
+        if target == "magi_jax_group_reduce_sum"
+    ]
+    # The first sums that leave are of all rows of a stage's buffer.
+    assert rows[0] == sizes[1]
 
 
 def test_each_call_has_transfers_of_its_own(text):

@@ -10,7 +10,7 @@ from plan_checks import check_plan
 
 from magi_jax import masks
 from magi_jax.masks import AttnMask
-from magi_jax.plan import PlanConfig, make_plan, slice_table
+from magi_jax.plan import PlanConfig, make_plan, slice_table, solve
 from magi_jax.solver.cost.model import CostModel
 from magi_jax.testing.cases import mask_cases
 
@@ -123,6 +123,17 @@ def test_travelling_queries(cp_size, dispatch):
         assert plan.report(mask=mask).gap >= 0
     twin = make_plan(mask, cp_size, dataclasses.replace(config, engine="numpy"))
     assert twin.fingerprint() == plan.fingerprint()
+
+
+@pytest.mark.parametrize("times_us", [(1.0, 2.0), (2.0, 1.0)])
+def test_queries_stay_at_home_where_the_layout_makes_that_faster(times_us, monkeypatch):
+    documents = masks.uniform_block_causal([4096] * 16, 512)
+    mask = documents | masks.global_rows(65_536, rows=(65_536 - 1024, 65_536))
+    predicted = iter(times_us)  # when they travel, and when they stay
+    monkeypatch.setattr(solve, "predict_us", lambda *_: next(predicted))
+    plan = make_plan(mask, 16)
+    assert (plan.travel is None) == (times_us[0] > times_us[1])
+    assert next(predicted, None) is None
 
 
 def test_a_global_block_travels_by_itself_and_balances():
