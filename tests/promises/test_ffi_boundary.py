@@ -4,6 +4,8 @@
 returns to nobody.
 """
 
+import dataclasses
+
 import ffi_mutants
 import jax
 import numpy as np
@@ -39,6 +41,17 @@ def test_hostile_structure(call, mutate, rng):
     assert refused
     for x, y in zip(expected, call.run(), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("walk", ["by_query", "by_key"])
+def test_an_order_that_leaves_a_tile_out_is_refused(walk, rng):
+    """Nobody would write its rows."""
+    q = rng.normal(size=(300, 1, 8)).astype(np.float32)
+    table = mj.slice_table(mj.masks.causal(300))
+    runs = getattr(table, walk)._replace(order=np.array([2, 0, 2], np.int32))
+    damaged = dataclasses.replace(table, **{walk: runs})
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=r"each of 3 tiles once"):
+        jax.grad(lambda q: mj.flex_flash_attention(q, q, q, damaged).sum())(q)
 
 
 def test_head_dims_past_the_scratch_are_refused(rng):
