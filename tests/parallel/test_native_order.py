@@ -17,6 +17,7 @@ from magi_jax.comm.native import NativeCalls
 from magi_jax.ops import ffi
 from magi_jax.parallel import DistOptions
 from magi_jax.parallel.dist_attention import dist_attention
+from magi_jax.parallel.pipeline import MOST_CROSSING
 from magi_jax.plan import PlanConfig, make_plan
 
 STAGES = 3
@@ -222,6 +223,23 @@ def test_stages_whose_keys_were_kept_are_walked_from_the_last_to_the_first():
     ]
     # The first sums that leave are of all rows of a stage's buffer.
     assert rows[0] == sizes[1]
+
+
+def test_no_more_sums_cross_between_nodes_at_once_than_buffers_are_kept_for():
+    config = PlanConfig(
+        chunk_size=32, overlap=6, ranks_per_node=2, two_level=True, travelling="never"
+    )
+    plan = make_plan(masks.causal(1024), 4, config)
+    assert plan.spec.num_remote_stages == 6
+    (body,) = functions_with(lowered(plan, gradients=True), "magi_jax_group_reduce_sum")
+    program, in_flight, most = Program(body), set(), 0
+    for value, target in program.calls:
+        if target == "magi_jax_group_reduce_sum":
+            in_flight.add(value)
+        elif target == "magi_jax_group_finish":
+            in_flight.discard(program.source(program.operands[value][0]))
+        most = max(most, len(in_flight))
+    assert most == MOST_CROSSING + 1  # and those of one stage inside nodes
 
 
 def test_each_call_has_transfers_of_its_own(text):
