@@ -43,7 +43,7 @@ PEERS = ("cudnn", "tokamax", "torch_sdpa", "torch_varlen")  # torch_flex compile
 MOST_REPEATS = 16  # of a pass in one program
 TURNS = 3  # in which implementations are timed one after the other
 # Calls of a turn at least, where one takes less: the host takes up to 0.4 ms to begin with the first.
-LEAST_CALLS, LONG_S = 3, 0.05
+LEAST_CALLS, LONG_S = 4, 0.05
 
 
 def main() -> None:
