@@ -8,8 +8,9 @@ import pytest
 from plan_checks import check_plan
 from plan_simulation import computed_cells
 
-from magi_jax import masks
+from magi_jax import AttnMask, MaskType, masks
 from magi_jax.plan import CommMeta, PlanConfig, TwoLevelComm, make_plan, stack_plans
+from magi_jax.plan.two_level import in_two_steps, rows_between
 from magi_jax.solver.cost.machine import Machine
 from magi_jax.solver.cost.model import CostModel
 from magi_jax.solver.overlap.choose_stages import BACKWARD_ORDERS, LONG_ORDERS
@@ -217,3 +218,13 @@ def test_rows_that_enter_a_rank_from_other_nodes_are_counted_where_they_arrive()
     config = PlanConfig(dispatch="contiguous", ranks_per_node=2, two_level=False)
     plan = make_plan(masks.local(256, window=(31, 0)), 4, config)
     assert plan.report(ranks_per_node=2).crossing_rows.tolist() == [0, 0, 31, 0]
+
+
+def test_sizes_for_two_steps_have_room_for_other_rows_to_each_rank_of_a_node():
+    """Eight rows of rank 0 for each of two ranks, sixteen for their node."""
+    mask = AttnMask.from_slices([(32, 48), (48, 64)], [(0, 8), (8, 16)], MaskType.FULL, q_len=64)
+    config = PlanConfig(chunk_size=16, dispatch="contiguous", overlap=1, travelling="never")
+    (comm,) = make_plan(mask, 4, config).comm
+    assert comm.pair_rows == 8
+    split = in_two_steps(comm, 2, comm.spec.in_two(2))
+    assert rows_between(split).tolist() == rows_between(comm).tolist()
