@@ -28,7 +28,7 @@ class BackwardItems(NamedTuple):
 
     Attributes:
         tiles: tiles of keys, or parts of them by heads; 0 where another kernel took them.
-        documents: short documents that are walked whole.
+        documents: tiles of short documents, or parts of them by heads.
         segments: tiles whose walk is cut into segments of queries.
     """
 

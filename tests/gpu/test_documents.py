@@ -1,4 +1,4 @@
-"""Gradients of many short documents, which Hopper's backward walks whole, against float64 for each."""
+"""Gradients of many short documents, whose dQ Hopper's backward hands from tile to tile, in float64."""
 
 import functools
 
@@ -29,6 +29,9 @@ def documents(kind, rng):
             yield masks.full(length, keys)
         elif kind == "windows":
             yield masks.local(length, window=(int(rng.integers(0, 200)), int(rng.integers(0, 50))))
+        elif kind == "mixed":
+            # One long document among them, whose tiles hand dQ on many times.
+            yield masks.full(1100) if i == 7 else masks.causal(length)
         else:
             yield masks.causal(length)
 
@@ -57,6 +60,7 @@ def zeros(mask, heads, kv_heads):
     [
         ("causal", 32, jnp.bfloat16, "documents"),
         ("gaps", 32, jnp.bfloat16, "documents"),
+        ("mixed", 32, jnp.bfloat16, "documents"),
         ("causal", 32, jnp.float32, "tiles"),  # float32 dQ is added to
         ("one", 32, jnp.bfloat16, "tiles"),
         ("long", 16, jnp.bfloat16, "segments"),
@@ -79,7 +83,7 @@ def test_kernel_that_ran(kind, heads, dtype, taken):
 
 
 @pytest.mark.parametrize("path", [path.name for path in PATHS])
-@pytest.mark.parametrize("kind", ["causal", "full", "windows", "keys", "gaps"])
+@pytest.mark.parametrize("kind", ["causal", "full", "windows", "keys", "gaps", "mixed"])
 @pytest.mark.parametrize(
     ("dtype", "heads", "kv_heads"), [("bfloat16", 32, 4), ("float16", 20, 20), ("bfloat16", 24, 8)]
 )

@@ -29,9 +29,8 @@ constexpr int kSegmentQueries = 16384, kLongWalk = 2 * kSegmentQueries;
 // sums of dK and dV, whether their tiles are split or not, where that takes less than a launch.
 constexpr int64_t kMostQueryWords = (int64_t{128} << 20) / sizeof(float4);
 constexpr int64_t kMostSumWords = (int64_t{32} << 20) / sizeof(float4);
-// Blocks of queries whose dQ a thread block keeps between the tiles of a document, at most, and the
-// numbers of slices for which a mask may be documents.
-constexpr int kSumSlots = 64, kMostDocuments = 4096, kLongestMeanDocument = 2048;
+// The numbers of slices for which a mask may be documents.
+constexpr int kMostDocuments = 4096, kLongestMeanDocument = 2048;
 constexpr size_t kCounterBytes = 128;  // of scratch, before the rest
 using Documents = BackwardTraits<__nv_bfloat16, 2 * kChunk, 2 * kChunk, false, false, false, true>;
 
@@ -113,7 +112,9 @@ ScratchLayout LayOutScratch(const Problem& problem, DType dkv_dtype, bool fixed_
   at.items = at.suspects + align(stats / kStatTile * sizeof(uint32_t));
   const int segment = SegmentQueries(problem, fixed_order);
   const size_t segments = (problem.q_len + segment - 1) / segment;
-  at.parts = at.items + align(segments * NumTiles(problem) * group * sizeof(WorkItem));
+  // Documents have more tiles than the keys: most of them end with a part of one.
+  const size_t tiles = segments * NumTiles(problem) * (rounds_dq ? 2 : 1);
+  at.parts = at.items + align(tiles * group * sizeof(WorkItem));
   at.dk_sum = at.parts + align(NumTiles(problem) * sizeof(int));
   at.dv_sum = at.dk_sum + align(key_floats * problem.head_dim * sizeof(float));
   at.dq_sum = at.dv_sum + align(key_floats * problem.v_head_dim * sizeof(float));
@@ -157,10 +158,15 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
     params.num_document_items = params.counter + kDocumentItems;
     params.document_counter = params.counter + kDocumentItemsTaken;
     // dQ itself is not used then.
+    static_assert(Documents::kConsumers == kDocumentConsumers);
+    const size_t places = size_t{kDocumentConsumers} * problem.num_heads;  // of a block
+    const size_t slots =
+        QueryGradientBytes(problem) / (places * (Documents::kGradientBytes + sizeof(int)));
+    params.sum_slots = static_cast<int>(slots);
     params.query_sums = reinterpret_cast<uint8_t*>(scratch + at.dq_sum);
-    constexpr size_t slot_bytes = Documents::kConsumers * Documents::kGradientBytes;
-    params.sum_slots = static_cast<int>(
-        std::min<size_t>(QueryGradientBytes(problem) / (slot_bytes * kDocumentBlocks), kSumSlots));
+    params.sum_flags =
+        reinterpret_cast<int*>(params.query_sums + slots * places * Documents::kGradientBytes);
+    params.most_document_items = static_cast<int>((at.parts - at.items) / sizeof(WorkItem));
   }
   params.dq_rounded = backward.dq_rounded;
   if (KeepsTiles(backward)) {

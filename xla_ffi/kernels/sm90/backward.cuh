@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           .Work();
     } else if (warp <= Traits::kConsumers) {
       if constexpr (Traits::kDocuments) {
-        GradientCarrier<Traits>(params, shared, warp - 1).Work();
+        GradientCarrier<Traits>(params, dq_map, shared, warp - 1).Work();
       } else {
         AddGradients<Traits>(params, dq_map, dk_map, dv_map, shared, warp - 1);
       }
@@ -112,8 +112,10 @@ cudaError_t LaunchInstantiation(const BackwardParams& backward, const BackwardKe
   error = MakeTensorMap(&v_map, kType, backward.v, problem.k_len, problem.num_kv_heads, kVHeadDim,
                         Traits::kBlockN, 1);
   if (error != cudaSuccess) return error;
-  error = MakeGradientMap(&dq_map, backward.dq, problem.q_len, problem.num_heads, kHeadDim,
-                          Traits::kGradientRows);
+  error = Traits::kDocuments ? MakeTensorMap(&dq_map, kType, backward.dq_rounded, problem.q_len,
+                                             problem.num_heads, kHeadDim, Traits::kRoundedRows, 1)
+                             : MakeGradientMap(&dq_map, backward.dq, problem.q_len,
+                                               problem.num_heads, kHeadDim, Traits::kGradientRows);
   if (error != cudaSuccess) return error;
   // Where nothing is split there are no sums, and nothing is added through these maps.
   dk_map = dv_map = dq_map;

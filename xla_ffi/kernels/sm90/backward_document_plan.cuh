@@ -9,29 +9,42 @@
 namespace magi_jax::sm90 {
 
 constexpr int kDocumentsPerSm = 4;  // a mask may be documents where each SM could have so many
-constexpr int kItemsPerShare = 2;   // an item is at most one of so many parts of a block's share
-constexpr int kItemLengths = 32;    // classes of items, the longest dealt out first
+// A block of queries is walked by at most so many tiles in the mean, and a thread block has at
+// least so many blocks of queries for each tile that walks one: else additions in global memory are
+// faster.
+constexpr int kMostTilesOfBlock = 5, kLeastBlocksPerTile = 6;
+constexpr int kItemLengths = 32;  // classes of items, the longest dealt out first
 
 struct DocumentStats {
-  unsigned long long all_blocks;  // of one head
-  int longest;                    // of one document and head
-  int count, items;               // documents, and what they are dealt out as
+  // Of one head: what tiles walk, blocks of queries, those whose dQ goes from tile to tile, and
+  // what one tile walks at most.
+  unsigned long long walked;
+  int blocks, kept, longest_tile;
+  int count, items;  // documents, and what they are dealt out as
 
-  // Blocks of an item, where a document may be split by heads.
+  // What an item may walk, where tiles may be split by heads: a thread block's share.
   __device__ __forceinline__ int ItemBlocks(const BackwardKernelParams& params) const {
-    const int64_t share = static_cast<int64_t>(all_blocks) * params.num_heads / kDocumentBlocks;
-    return static_cast<int>(max(share / kItemsPerShare, int64_t{longest}));
+    return static_cast<int>(walked * params.num_heads / kDocumentBlocks);
+  }
+
+  __device__ __forceinline__ bool PayOff(const BackwardKernelParams& params) const {
+    const int64_t all = static_cast<int64_t>(walked) * params.num_heads;
+    return static_cast<int64_t>(walked) <= int64_t{blocks} * kMostTilesOfBlock &&
+           int64_t{blocks} * blocks * params.num_heads >=
+               static_cast<int64_t>(walked) * kLeastBlocksPerTile * kDocumentBlocks &&
+           int64_t{longest_tile} * kDocumentBlocks * 2 <= all;
   }
 };
 
-// Into how many parts a document is split by the heads of a group: items are of like length, and
-// what an item keeps of dQ between tiles fits in the scratch of a thread block.
-__device__ __forceinline__ int PartsOfDocument(const BackwardKernelParams& params,
-                                               const Divisors& divisors, const Document& document,
-                                               int blocks, int item_blocks) {
-  const int parts = divisors.PartsOfTile(blocks, item_blocks);
-  if (document.NumTiles() == 1) return parts;
-  return max(parts, divisors.PartsOfTile(document.NumBlocks(), params.sum_slots));
+// Blocks whose dQ is kept between tiles.
+__device__ __forceinline__ int KeptBlocks(const Document& document) {
+  return document.NumTiles() > 1 ? document.NumBlocks() : 0;
+}
+
+// Of the blocks that are kept, from the first on.
+__device__ __forceinline__ int64_t FlagsOf(const BackwardKernelParams& params,
+                                           const DocumentStats& stats) {
+  return int64_t{stats.kept} * params.num_heads * kDocumentConsumers;
 }
 
 // Whether slice `index` comes after the one before it in queries and keys, and lies in the tensors.
@@ -44,45 +57,45 @@ __device__ __forceinline__ bool Follows(const BackwardKernelParams& params, int 
          (index == 0 || !IsEmpty(before));
 }
 
-// All threads of a block, with the same result in all blocks: whether the mask is documents that
-// can be dealt out evenly, and none of which has more dQ than fits in a thread block's scratch.
+// All threads of a block, with the same result in all blocks: whether the mask is documents for
+// which this kernel is the faster one, and for whose items and dQ there is room.
 __device__ bool AreDocuments(const BackwardKernelParams& params, const Divisors& divisors,
                              DocumentStats& stats) {
-  if (threadIdx.x == 0) stats = {0, 0, 0, 0};
+  if (threadIdx.x == 0) stats = {};
   bool fits = true;
   __syncthreads();
   for (int i = threadIdx.x; i < params.num_slices; i += kPlanThreads) {
     fits &= Follows(params, i);
     if (!fits || IsEmpty(params.slices[i])) continue;
     const Document document = DocumentOf(params, i);
-    fits &= document.NumTiles() == 1 || document.NumBlocks() <= params.sum_slots;
-    if (!fits) continue;
-    const int blocks = document.BlocksOfHead();
-    atomicAdd(&stats.all_blocks, blocks);
-    atomicMax(&stats.longest, blocks);
+    atomicAdd(&stats.walked, document.BlocksOfHead());
+    atomicAdd(&stats.blocks, document.NumBlocks());
+    atomicAdd(&stats.kept, KeptBlocks(document));
+    atomicMax(&stats.longest_tile, document.NumBlocks());
     atomicAdd(&stats.count, 1);
   }
-  fits = __syncthreads_and(fits) && stats.count > 0 &&
-         stats.longest * int64_t{kDocumentBlocks} * 2 <=
-             static_cast<int64_t>(stats.all_blocks) * params.num_heads;
-  if (!fits) return false;
+  fits = __syncthreads_and(fits);
+  if (!fits || stats.count == 0 || stats.kept > params.sum_slots || !stats.PayOff(params))
+    return false;
   for (int i = threadIdx.x; i < stats.count; i += kPlanThreads) {
     const Document document = DocumentOf(params, i);
-    atomicAdd(&stats.items, PartsOfDocument(params, divisors, document, document.BlocksOfHead(),
-                                            stats.ItemBlocks(params)));
+    atomicAdd(&stats.items, document.NumTiles() * divisors.PartsOfTile(document.NumBlocks(),
+                                                                       stats.ItemBlocks(params)));
   }
   __syncthreads();
-  return stats.items <= NumTiles(params) * (params.num_heads / params.num_kv_heads);
+  return stats.items <= params.most_document_items;
 }
 
-// One block: lists the items of one kv head by falling length.
+// One block: lists the items of one kv head, documents by falling length of their items.
 __device__ void PlanDocuments(const BackwardKernelParams& params, const Divisors& divisors,
                               const DocumentStats& stats) {
   __shared__ int counts[kItemLengths];
+  __shared__ int slots;
   const int group = params.num_heads / params.num_kv_heads;
   const int num_tiles = NumTiles(params);
   const int item_blocks = stats.ItemBlocks(params);
   if (threadIdx.x < kItemLengths) counts[threadIdx.x] = 0;
+  if (threadIdx.x == 0) slots = 0;
   for (int tile = threadIdx.x; tile < num_tiles; tile += kPlanThreads) params.parts[tile] = 1;
   __syncthreads();
   const auto length_of = [&](int blocks) {
@@ -92,13 +105,13 @@ __device__ void PlanDocuments(const BackwardKernelParams& params, const Divisors
   const auto for_documents = [&](auto step) {
     for (int i = threadIdx.x; i < stats.count; i += kPlanThreads) {
       const Document document = DocumentOf(params, i);
-      const int blocks = document.BlocksOfHead();
-      const int parts = PartsOfDocument(params, divisors, document, blocks, item_blocks);
+      const int blocks = document.NumBlocks();
+      const int parts = divisors.PartsOfTile(blocks, item_blocks);
       step(document, i, parts, length_of(blocks * (group / parts)));
     }
   };
   for_documents([&](const Document& document, int, int parts, int length) {
-    atomicAdd(&counts[length], parts);
+    atomicAdd(&counts[length], parts * document.NumTiles());
     for (int tile = document.first_key / Document::kKeys;
          parts > 1 && tile * Document::kKeys < document.end_key; ++tile) {
       params.parts[tile] = 2;
@@ -115,11 +128,14 @@ __device__ void PlanDocuments(const BackwardKernelParams& params, const Divisors
     *params.num_document_items = listed;
   }
   __syncthreads();
-  for_documents([&](const Document&, int index, int parts, int length) {
-    const int at = atomicAdd(&counts[length], parts), heads = group / parts;
-    for (int part = 0; part < parts; ++part) {
-      params.items[at + part] = {index, static_cast<int16_t>(part * heads),
-                                 static_cast<int16_t>(heads), 0, 0};
+  for_documents([&](const Document& document, int index, int parts, int length) {
+    int at = atomicAdd(&counts[length], parts * document.NumTiles());
+    const int slot = atomicAdd(&slots, KeptBlocks(document)), heads = group / parts;
+    for (int tile = document.NumTiles() - 1; tile >= 0; --tile) {
+      for (int part = 0; part < parts; ++part) {
+        params.items[at++] = {index, static_cast<int16_t>(part * heads),
+                              static_cast<int16_t>(heads), tile, slot};
+      }
     }
   });
 }

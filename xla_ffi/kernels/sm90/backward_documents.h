@@ -1,7 +1,10 @@
-// Masks of short documents: each slice shares neither queries nor keys with another. A thread block
-// that walks a document's tiles of keys one after another makes all of its dQ, so that nothing is
-// added in global memory: what a block of queries has of dQ goes from tile to tile through scratch
-// of the thread block, and is written once, in the type of the queries.
+// Masks of short documents: each slice shares neither queries nor keys with another. So a block of
+// queries is walked by the few tiles of keys of its document, from the last to the first, and
+// nothing is added in global memory: what the block has of dQ goes from tile to tile through L2,
+// and is written once, in the type of the queries. Tiles are dealt out in this order and walked
+// beside each other, by thread blocks that wait for each other's flags: so what they read of
+// queries comes from memory once. Nothing waits for a tile that is dealt out later, so the first
+// unfinished tile always proceeds.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_DOCUMENTS_H_
 #define MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_DOCUMENTS_H_
@@ -12,8 +15,8 @@
 
 namespace magi_jax::sm90 {
 
-// Thread blocks that walk documents; each has its own part of the scratch.
-constexpr int kDocumentBlocks = 132;
+// Thread blocks that walk documents, and warpgroups of one that make dQ.
+constexpr int kDocumentBlocks = 132, kDocumentConsumers = 2;
 
 // A slice, and the rows up to the next one, which see nothing and are seen by nobody.
 struct Document {
@@ -36,7 +39,7 @@ struct Document {
   }
 
   // Blocks that a tile walks: those that see it, and all of them in the first tile, which is where
-  // their dQ begins.
+  // their dQ ends.
   __device__ __forceinline__ Blocks BlocksOfTile(int tile) const {
     const int start = first_key + tile * kKeys;
     LaneKeySlice seen;
@@ -45,14 +48,6 @@ struct Document {
     const int end = tile == 0 ? end_query : min(seen.any_end, end_query);
     if (begin >= end) return {0, 0};
     return {(begin - Grid()) / kRows, (end - 1 - Grid()) / kRows + 1};
-  }
-
-  // The tile that ends the dQ of a block.
-  __device__ __forceinline__ int LastTile(int block) const {
-    const int begin = max(Grid() + block * kRows, slice.q_start);
-    const int end = min(Grid() + (block + 1) * kRows, slice.q_end);
-    const int key = min(slice.k_end - 1, end - 1 + slice.d_max);
-    return end <= begin ? 0 : min(max((key - first_key) / kKeys, 0), NumTiles() - 1);
   }
 
   __device__ __forceinline__ int BlocksOfHead() const {
@@ -107,48 +102,69 @@ struct DocumentProducer : QueryProducer<Traits> {
 
   __device__ void Work() {
     const int num_work = *params.num_items * params.num_kv_heads;
-    int work = blockIdx.x;
-    while (work < num_work) {
-      const int next = Base::TakeItem() + gridDim.x;
+    const int group = params.num_heads / params.num_kv_heads;
+    // Tiles wait for others that are dealt out before them, so a thread block takes one only when
+    // it can begin it.
+    for (int work = TakeWork(); work < num_work; work = TakeWork()) {
       kv_head = work % params.num_kv_heads;
       const WorkItem item = params.items[work / params.num_kv_heads];
-      const int group = params.num_heads / params.num_kv_heads;
-      Walk(DocumentOf(params, item.tile), kv_head * group + item.head, item.num_heads);
-      work = Base::Broadcast(next);
+      Walk(DocumentOf(params, item.tile), item.first_query, item.end_query,
+           kv_head * group + item.head, item.num_heads);
     }
     Base::SendNote(kEndOfWork);
   }
 
  private:
-  __device__ void Walk(const Document& document, int first_head, int num_heads) {
+  Document::Blocks lane_blocks;  // of the tiles that are walked before, the next in lane 0
+
+  __device__ __forceinline__ int TakeWork() { return Base::Broadcast(Base::TakeItem()); }
+
+  __device__ __forceinline__ Document::Blocks BlocksOfLane(const Document& document, int tile) {
+    if (tile + lane >= document.NumTiles()) return {0, 0};
+    return document.BlocksOfTile(tile + lane);
+  }
+
+  // The tile that has walked a block before, or the number of tiles.
+  __device__ __forceinline__ int TileBefore(const Document& document, int tile, int block) {
+    Document::Blocks blocks = lane_blocks;
+    for (int first = tile + 1; first < document.NumTiles(); first += 32) {
+      if (first > tile + 1) blocks = BlocksOfLane(document, first);
+      const uint32_t walked =
+          __ballot_sync(0xFFFFFFFF, blocks.begin <= block && block < blocks.end);
+      if (walked != 0) return first + __ffs(walked) - 1;
+    }
+    return document.NumTiles();
+  }
+
+  __device__ void Walk(const Document& document, int tile, int first_slot, int first_head,
+                       int num_heads) {
     Base::end_key = document.end_key;
-    for (int tile = 0; tile < document.NumTiles(); ++tile) {
-      key_start = document.first_key + tile * Traits::kBlockN;
-      last_key = min(key_start + Traits::kBlockN, document.end_key) - 1;
-      partial = last_key - key_start + 1 < Traits::kBlockN;
-      mine.Cut(document.slice, key_start, last_key);
-      const bool adds = params.parts[key_start / Traits::kBlockN] > 1 ||
-                        params.parts[last_key / Traits::kBlockN] > 1;
-      if (lane == 0 && tile + 1 < document.NumTiles()) {
+    key_start = document.first_key + tile * Traits::kBlockN;
+    last_key = min(key_start + Traits::kBlockN, document.end_key) - 1;
+    if (lane == 0) {
 #pragma unroll
-        for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
-          PrefetchBox(&this->k_map, chunk * kChunk, kv_head, key_start + Traits::kBlockN);
-          PrefetchBox(&this->v_map, chunk * kChunk, kv_head, key_start + Traits::kBlockN);
-        }
+      for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+        PrefetchBox(&this->k_map, chunk * kChunk, kv_head, key_start);
+        PrefetchBox(&this->v_map, chunk * kChunk, kv_head, key_start);
       }
-      tile_flags = adds ? kSplitTile : 0;
-      found_query = -1;
-      Base::is_first = true;
-      const typename Document::Blocks blocks = document.BlocksOfTile(tile);
-      for (int i = 0; i < num_heads; ++i) {
-        for (int block = blocks.begin; block < blocks.end; ++block)
-          FindBlock(document, tile, first_head + i, block, i * document.NumBlocks() + block);
-      }
-      if (found_query >= 0) {
-        Base::SendBlock(kLastBlock, kNoQuery);
-      } else {
-        Base::SendNote(kEmptyTile | tile_flags);
-      }
+    }
+    partial = last_key - key_start + 1 < Traits::kBlockN;
+    mine.Cut(document.slice, key_start, last_key);
+    const bool adds = params.parts[key_start / Traits::kBlockN] > 1 ||
+                      params.parts[last_key / Traits::kBlockN] > 1;
+    tile_flags = adds ? kSplitTile : 0;
+    found_query = -1;
+    Base::is_first = true;
+    const Document::Blocks blocks = document.BlocksOfTile(tile);
+    lane_blocks = BlocksOfLane(document, tile + 1);
+    for (int i = 0; i < num_heads; ++i) {
+      for (int block = blocks.begin; block < blocks.end; ++block)
+        FindBlock(document, tile, first_head + i, block, first_slot + block);
+    }
+    if (found_query >= 0) {
+      Base::SendBlock(kLastBlock, kNoQuery);
+    } else {
+      Base::SendNote(kEmptyTile | tile_flags);
     }
   }
 
@@ -160,8 +176,9 @@ struct DocumentProducer : QueryProducer<Traits> {
     const bool full = !partial && mine.all_begin <= query && end <= mine.all_end;
     const bool touches = max(mine.any_begin, query) < min(mine.any_end, end);
     int flags = tile_flags | (full ? 0 : kMaskedBlock);
-    if (tile > 0) flags |= kBeganBefore;
-    if (tile < document.LastTile(block)) flags |= kEndsLater;
+    const int before = TileBefore(document, tile, block);
+    if (before < document.NumTiles()) flags |= kBeganBefore;
+    if (tile > 0) flags |= kEndsLater;
     if (!full && Base::AnySuspect(query, head)) flags |= kSuspectBlock;
     if (lane == 0) {
       QueryBlockNote<Traits>& note = shared.notes[ring.slot];
@@ -171,6 +188,8 @@ struct DocumentProducer : QueryProducer<Traits> {
       note.header.end_row = min(end, document.end_query);
       note.header.end_key = document.end_key;
       note.header.sum_slot = slot;
+      note.header.flag_before = document.NumTiles() - before;
+      note.header.flag_after = document.NumTiles() - tile;
     }
     __syncwarp();
     found_query = query;

@@ -30,10 +30,11 @@ struct GradientHandover : BlockConsumer<Traits> {
   // stands at the next block once dS of a block is made.
   static_assert(Traits::kDoutStages == 2);
 
-  __device__ __forceinline__ void StoreQueryGradient(float (&dq)[kGradients], int slot) {
+  __device__ __forceinline__ void StoreQueryGradient(float (&dq)[kGradients], int slot,
+                                                     int block_flags) {
     PinRegisters(dq);
     if constexpr (Traits::kDocuments) {
-      PassQueryGradient(dq, shared.notes[slot].header);
+      PassQueryGradient(dq, block_flags);
       return;
     }
     const uint32_t address = PlaceOfQueryGradient();
@@ -84,32 +85,33 @@ struct GradientHandover : BlockConsumer<Traits> {
 
   // A document's: added to what earlier tiles gave, and left for the warp that carries it, rounded
   // where it is complete.
-  __device__ __forceinline__ void PassQueryGradient(float (&dq)[kGradients],
-                                                    const QueryBlockHeader& header) {
+  __device__ __forceinline__ void PassQueryGradient(float (&dq)[kGradients], int block_flags) {
     // Blocks take turns in both places; the ring of cotangents stands at the next block.
     const int turn = dout_ring.slot ^ 1, barrier = turn * Traits::kConsumers + warpgroup;
     uint8_t* const place = shared.dq[warpgroup] + turn * Traits::kGradientBytes;
     const PlaceOfSums<Element, kGradients> sums{place, static_cast<int>(thread % 128)};
     BarrierWait(&shared.dq_empty[barrier], dout_ring.parity ^ dout_ring.slot);
-    if (header.flags & kBeganBefore) {
+    if (block_flags & kBeganBefore) {
       BarrierWait(&shared.sums_full[barrier], sum_parities >> turn & 1);
       sum_parities ^= 1u << turn;
       sums.AddTo(dq);
       // Rounded rows lie where others read.
-      if (!(header.flags & kEndsLater)) NamedBarrierSync(kTurnBarrier + warpgroup, 128);
+      if (!(block_flags & kEndsLater)) NamedBarrierSync(kTurnBarrier + warpgroup, 128);
     }
-    if (header.flags & kEndsLater) {
+    if (block_flags & kEndsLater) {
       sums.Keep(dq);
     } else {
       const float factor = Traits::kScaledDifference ? 1.0f : params.scale;
       const int lane = thread % 32, row = 16 * (thread / 32 % 4) + QueryOfRow(lane / 4);
-      uint8_t* const words = place + row * Traits::kRoundedBytes + lane % 4 * 4;
+      // In the 128-byte swizzle, which rows 8 apart have alike.
+      const uint32_t address =
+          SharedAddress(place) + row * Traits::kRowBytes + (row % 8 << 4) + lane % 4 * 4;
 #pragma unroll
       for (int i = 0; i < kGradients; i += 4) {
-        auto* const word = reinterpret_cast<uint32_t*>(words + i * 4);
-        word[0] = Pack(dq[i] * factor, dq[i + 1] * factor, Element{});
-        word[8 * Traits::kRoundedBytes / 4] =
-            Pack(dq[i + 2] * factor, dq[i + 3] * factor, Element{});
+        const uint32_t word = address ^ (i / 4 << 4);
+        StoreWord(word, Pack(dq[i] * factor, dq[i + 1] * factor, Element{}));
+        StoreWord(word + 8 * Traits::kRowBytes,
+                  Pack(dq[i + 2] * factor, dq[i + 3] * factor, Element{}));
       }
     }
     FenceAsyncProxy();

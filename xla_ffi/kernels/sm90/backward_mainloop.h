@@ -35,7 +35,7 @@ struct GradientConsumer : GradientHandover<Traits> {
   __device__ __forceinline__ void Work() {
     while (true) {
       BarrierWait(&shared.q_full[ring.slot], ring.parity);
-      flags = shared.notes[ring.slot].header.flags;
+      flags = FlagsOfBlock();
       if (flags & kEndOfWork) break;
       if (flags & kEmptyTile) {
         WriteZeros();
@@ -111,20 +111,20 @@ struct GradientConsumer : GradientHandover<Traits> {
   // dQ and dK of the current block, dV and dS of the next.
   __device__ __forceinline__ void NextBlock(uint32_t (&ds)[kLogits / 2]) {
     float dq[kGradients], s[kLogits], dp[kLogits];
-    const int slot = ring.slot;
+    const int slot = ring.slot, block_flags = flags;
     ShareLogitGradients(ds);
     IssueQueryGradient(dq);
     // Tall blocks have no registers for dP while an operand of dK is alive, so dK comes before S.
     if constexpr (Traits::kTall) IssueAccumulate(dk, ds, SharedAddress(shared.q[slot]));
     ring.Advance();
     BarrierWait(&shared.q_full[ring.slot], ring.parity);
-    flags = shared.notes[ring.slot].header.flags;
+    flags = FlagsOfBlock();
     IssueLogits(s);
     if constexpr (!Traits::kTall) IssueAccumulate(dk, ds, SharedAddress(shared.q[slot]));
     RowMask<kLogits / 2> rows[2];
     FindVisible(rows);
     WgmmaWait<2, 1>();
-    StoreQueryGradient(dq, slot);
+    StoreQueryGradient(dq, slot, block_flags);
     if constexpr (Traits::kTall) FinishKeys(ds, slot);
     float2 lse[kLogits / 8];
     LoadStats<0>(lse, shared.lse[ring.slot]);
@@ -136,6 +136,13 @@ struct GradientConsumer : GradientHandover<Traits> {
     ToProbabilities<1>(s, lse, rows);
     if constexpr (!Traits::kTall) FinishKeys(ds, slot);
     ToGradients(s, dp, rows, ds);
+  }
+
+  // Of documents by a vote: only then does the compiler know that branches on them are uniform, and
+  // keep what the loop counts in uniform registers.
+  __device__ __forceinline__ int FlagsOfBlock() const {
+    const int found = shared.notes[ring.slot].header.flags;
+    return Traits::kDocuments ? __reduce_or_sync(0xFFFFFFFF, found) : found;
   }
 
   // Waits for dK, after which only one more product was started.
@@ -153,7 +160,7 @@ struct GradientConsumer : GradientHandover<Traits> {
     IssueQueryGradient(dq);
     IssueAccumulate(dk, ds, SharedAddress(shared.q[ring.slot]));
     WgmmaWait<1, 3>();
-    StoreQueryGradient(dq, ring.slot);
+    StoreQueryGradient(dq, ring.slot, flags);
     WgmmaWait<0, 3>();
     PinRegisters(dk);
     PinRegisters(ds);

@@ -109,10 +109,10 @@ struct BackwardTraits {
   static constexpr int kGradientColumns = kChunk;
   static constexpr int kRestColumns = kPaired ? kHeadDim / 2 - kChunk : 0;  // of the second part
   static constexpr int kGradientBox = 32;  // columns of float32 that fill 128 bytes
-  static constexpr int kRoundedBytes = kGradientColumns * 2 + 16;  // of a rounded row, and padding
+  static constexpr int kRoundedRows = 8;   // of documents, that the copy engine writes at a time
   // Documents hand over rounded rows, or sums in as many bytes, see backward_sums.h.
   static constexpr int kGradientBytes =
-      kGradientRows * (kDocuments ? kRoundedBytes : kGradientColumns * 4);
+      kGradientRows * (kDocuments ? kGradientColumns * 2 + 16 : kGradientColumns * 4);
 };
 
 // Flags of a block besides those of BlockFlags.
@@ -120,7 +120,7 @@ constexpr int kEmptyTile = 16;     // no block: the gradients of the tile are ze
 constexpr int kSplitTile = 64;     // other items add to the gradients of the tile
 constexpr int kSuspectBlock = 32;  // has a mask, and queries or cotangents may not be finite
 
-// Of a document's block: earlier tiles gave to its dQ, later ones will.
+// Of a document's block: tiles walked before this one gave to its dQ, others will.
 constexpr int kBeganBefore = 128, kEndsLater = 256;
 
 constexpr int kStatTile = 32;  // queries that share a word of BackwardKernelParams::suspects
@@ -136,9 +136,9 @@ struct QueryBlockHeader {
   // Where sums have a fixed order: the tile's place in it, and where the head's next block starts,
   // kNoQuery after its last.
   int32_t rank, next_query;
-  // Of documents: rows of the block that are the document's, the end of its keys, and where dQ is
-  // kept between tiles.
-  int32_t first_row, end_row, end_key, sum_slot;
+  // Of documents: rows of the block that are the document's, the end of its keys, where dQ is kept
+  // between tiles, and for what its flag there stands before this tile and after it.
+  int32_t first_row, end_row, end_key, sum_slot, flag_before, flag_after;
 };
 
 // Beside the queries of a block: which cells are visible. Slices are transposed, keys in the place
@@ -216,11 +216,11 @@ struct alignas(8) Progress {
   int32_t own, all;
 };
 
-// A tile of keys or a document, some of the heads of its group, and some of the queries.
+// A tile of keys, some of the heads of its group, and some of the queries.
 struct WorkItem {
-  int32_t tile;
-  int16_t head, num_heads;  // the first, counted from the group's first
-  int32_t first_query, end_query;
+  int32_t tile;                    // or the document
+  int16_t head, num_heads;         // the first, counted from the group's first
+  int32_t first_query, end_query;  // or the document's tile, and where its first block's dQ is kept
 };
 
 struct BackwardKernelParams {
@@ -242,9 +242,10 @@ struct BackwardKernelParams {
   int *num_cut_items, *cut_counter;  // in their place where walks are cut, or null
   // Documents, else null.
   int *num_document_items, *document_counter;
-  uint8_t* query_sums;  // [thread blocks, sum_slots, kConsumers, kGradientBytes]
-  int sum_slots;
-  void* dq_rounded;  // [T, N, H] in the type of the operands, or null
+  uint8_t* query_sums;                 // [sum_slots, N, kConsumers, kGradientBytes]
+  int* sum_flags;                      // [sum_slots, N, kConsumers], zero where documents use them
+  int sum_slots, most_document_items;  // that there is room for
+  void* dq_rounded;                    // [T, N, H] in the type of the operands, or null
   // Where tiles of queries in which none sees a key keep what dq_rounded has, the walk of these
   // tiles, else null.
   const int* query_ptr;

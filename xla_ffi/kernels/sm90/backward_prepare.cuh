@@ -85,6 +85,13 @@ __global__ void __launch_bounds__(kPlanThreads)
     return;
   }
   const int block = blockIdx.x - 1, blocks = gridDim.x - 1;
+  if (documents) {
+    const int64_t flags = FlagsOf(params, document_stats);
+    for (int64_t i = int64_t{block} * kPlanThreads + threadIdx.x; i < flags;
+         i += int64_t{blocks} * kPlanThreads) {
+      params.sum_flags[i] = 0;
+    }
+  }
   constexpr int kTiles = kPlanThreads / kStatThreads;
   for (int tile = block * kTiles; tile < preparation.stats.Tiles(); tile += blocks * kTiles)
     PrepareStats<kPlanThreads>(preparation.stats, tile);

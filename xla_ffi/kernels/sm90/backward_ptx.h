@@ -88,6 +88,10 @@ __device__ __forceinline__ float LargerOrNan(float x, float y) {
   return larger;
 }
 
+__device__ __forceinline__ void StoreWord(uint32_t address, uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
 __device__ __forceinline__ void StorePair(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
@@ -97,6 +101,17 @@ __device__ __forceinline__ void PrefetchBox(const CUtensorMap* map, int column, 
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
                "r"(column), "r"(head), "r"(row)
                : "memory");
+}
+
+// A word that tells of memory which other threads may read once they have acquired it.
+__device__ __forceinline__ void ReleaseWord(int* address, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ int AcquireWord(const int* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
 }
 
 // Copies contiguous bytes, a multiple of 16, to shared memory; they count towards the current phase
@@ -115,6 +130,16 @@ __device__ __forceinline__ void TakeBytes(void* destination, const void* source,
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
                "r"(SharedAddress(source)), "r"(bytes)
                : "memory");
+}
+
+// Writes a box from shared memory; parts of it outside of the tensor are left out.
+__device__ __forceinline__ void TakeBox(const CUtensorMap* map, const void* source, int column,
+                                        int head, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+          map),
+      "r"(SharedAddress(source)), "r"(column), "r"(head), "r"(row)
+      : "memory");
 }
 
 // Adds a box in shared memory to the tensor; parts of the box outside of the tensor are left out.
