@@ -147,3 +147,25 @@ def test_results_are_rounded_to_nearest_even(dtype, unit, implementation):
     out = mj.flex_flash_attention(q, k, v, mj.masks.full(2), implementation=implementation)
     even = base + unit * np.round(np.arange(0, 7) + 0.5)  # to even, as NumPy rounds
     np.testing.assert_array_equal(np.asarray(out[0, 0], np.float64), even)
+
+
+def test_results_with_sinks_are_rounded_once(rng):
+    """On one device, over ranks that hold whole documents, and over ranks that merge stages."""
+    q, k, v = (jnp.asarray(rng.normal(size=(256, 2, 16)), jnp.bfloat16) for _ in range(3))
+    sinks = jnp.asarray(rng.normal(size=2), jnp.float32)
+    mesh = jax.make_mesh((4,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:4])
+    documents, one = mj.masks.varlen([64] * 4, causal=True), mj.masks.causal(256)
+    for mask, staged in ((documents, None), (documents, False), (one, True)):
+        if staged is None:
+            out = mj.flex_flash_attention(q, k, v, mask, sinks=sinks)
+        else:
+            overlap = 2 if staged else "auto"
+            plan = mj.make_plan(mask, 4, mj.PlanConfig(chunk_size=16, overlap=overlap))
+            assert plan.spec.num_remote_stages == (2 if staged else 0)
+            moved = mj.dispatch([np.asarray(x) for x in (q, k, v)], plan)
+            out = mj.dist_attention(*moved, plan, mesh=mesh, sinks=sinks)
+            out = mj.undispatch(np.asarray(out), plan)
+        wide = (np.asarray(x, np.float64) for x in (q, k, v))
+        exact, _ = oracle.attention(*wide, mask.dense(), sinks=np.asarray(sinks))
+        half_a_digit = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 8)
+        assert (np.abs(np.asarray(out, np.float64) - exact) <= 1.01 * half_a_digit + 1e-6).all()
