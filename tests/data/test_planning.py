@@ -253,3 +253,14 @@ def test_any_number_of_ranks_is_fitted(cp_size):
     planner = PlanBatch(cp_size, (CAUSAL, WINDOW), CONFIG).fit(_batches(), num_batches=2)
     planned = planner(next(_batches()))
     assert [plan.spec for plan in planned.plans] == list(planner.specs)
+
+
+@pytest.mark.parametrize("travelling", ["auto", "never"])
+def test_what_the_config_says_of_travelling_holds_for_all_masks(travelling):
+    frames = mj.masks.uniform_block_causal([4096] * 16, 512)
+    everywhere = frames | mj.masks.global_rows(65_536, rows=(64_512, 65_536))
+    config = mj.PlanConfig(travelling=travelling)
+    planner = mj.data.PlanBatch(16, (lambda _: frames, lambda _: everywhere), config)
+    planned = planner({"segment_ids": np.ones((1, 65_536), np.int32)})
+    travels = [plan.travel is not None for plan in planned.plans]
+    assert travels == [False, travelling == "auto"]
