@@ -4,7 +4,7 @@ import numpy as np
 
 from magi_jax.masks import bands
 
-_BLOCKS_AT_ONCE = 1 << 19
+_PAIRS_AT_ONCE = 1 << 19
 
 
 def coverage(slices: np.ndarray, q_len: int, k_len: int, rows: int, columns: int) -> np.ndarray:
@@ -17,14 +17,12 @@ def coverage(slices: np.ndarray, q_len: int, k_len: int, rows: int, columns: int
     counts = np.zeros((rows, columns), np.int64)
     row, row_count = _touched(slices[:, bands.Q_START], slices[:, bands.Q_END], q_edges)
     column, column_count = _touched(slices[:, bands.K_START], slices[:, bands.K_END], k_edges)
-    num_blocks = row_count * column_count
-    # Slices by slices, so that the blocks of all of them need not fit in memory at once.
-    groups = (np.cumsum(num_blocks) - num_blocks) // _BLOCKS_AT_ONCE
-    for part in np.split(np.arange(len(slices)), np.flatnonzero(np.diff(groups)) + 1):
-        owner = np.repeat(part, num_blocks[part])
-        place = np.arange(len(owner)) - np.repeat(
-            np.cumsum(num_blocks[part]) - num_blocks[part], num_blocks[part]
-        )
+    # Pairs of a slice and a block that it may meet, so many at a time that they fit in memory.
+    end = np.cumsum(row_count * column_count)
+    for first in range(0, int(end[-1]) if len(end) else 0, _PAIRS_AT_ONCE):
+        pair = np.arange(first, min(first + _PAIRS_AT_ONCE, end[-1]))
+        owner = np.searchsorted(end, pair, side="right")
+        place = pair - end[owner] + row_count[owner] * column_count[owner]
         i, j = divmod(place, column_count[owner])
         i, j = i + row[owner], j + column[owner]
         cut = bands.clip(
