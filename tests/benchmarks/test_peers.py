@@ -107,6 +107,8 @@ def test_what_differs_is_refused():
     refuse_difference("backward", rows, [1.01 * x for x in rows])
     with pytest.raises(ValueError, match=r"backward: differs from ours by 0\.1"):
         refuse_difference("backward", rows, [rows[0], rows[1] / 1.1])
+    with pytest.raises(ValueError, match="forward: differs from ours by nan"):
+        refuse_difference("forward", [rows[0].at[3, 1, 5].set(jnp.nan)], rows[:1])
 
 
 def test_unknown_peers_are_refused_and_missing_ones_left_out(monkeypatch):
