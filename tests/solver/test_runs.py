@@ -212,3 +212,12 @@ def test_light_first_frames_of_a_video_are_dealt_beside_the_others(cp_size):
 def test_a_document_that_is_dense_and_light_by_turns_is_not_dealt():
     turns = masks.varlen([8, 24] * 4, causal=True) | masks.global_columns(128, columns=(0, 1))
     assert runs(problem_of(turns, 4)) == []
+
+
+def test_parts_of_a_very_long_document_are_found():
+    """Its area times its length is past 64 bits."""
+    length, frame = 1 << 24, 1 << 18
+    mask = masks.uniform_block_causal([length], frame, window=(32, 0))
+    edges = dealing._density_edges(mask.slices, length)
+    # A frame sees 33 at most and 25 in the mean.
+    assert edges.tolist() == [0, 24 * frame, length]

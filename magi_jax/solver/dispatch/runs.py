@@ -96,7 +96,7 @@ def _density_edges(slices: np.ndarray, seq_len: int) -> np.ndarray:
         slices[:, bands.Q_START], slices[:, bands.Q_END], np.array([0, seq_len])
     )
     area = np.diff(RowAreas.of(slices, at).before(at))
-    is_dense = area * seq_len > area.sum() * np.diff(at)
+    is_dense = area / np.diff(at) > area.sum() / seq_len  # products would not fit 64 bits
     edges = at[np.append(np.append(True, is_dense[1:] != is_dense[:-1]), True)]
     return edges if len(edges) <= MOST_PARTS + 1 else edges[[0, -1]]
 
