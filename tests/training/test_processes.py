@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import own_sequences
 import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import magi_jax as mj
 from magi_jax.data import check_same_plans, place
+from magi_jax.testing import oracle
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = ["--seq-len", "256", "--layers", "1", "--features", "16", "--head-dim", "8"]
@@ -57,6 +59,29 @@ def test_two_processes_train_and_another_mesh_resumes(tmp_path):
     for step, loss in resumed.items():
         assert loss == pytest.approx(together[step], rel=2e-5)
         assert loss != pytest.approx(together[step - 1], rel=2e-3)
+
+
+def test_processes_that_read_sequences_of_their_own(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        coordinator = f"localhost:{probe.getsockname()[1]}"
+    count = len(own_sequences.LENGTHS)
+    command = [sys.executable, own_sequences.__file__]
+    processes = [
+        subprocess.Popen(
+            [*command, str(i), str(count), coordinator],
+            cwd=tmp_path, env={**os.environ, "XLA_FLAGS": ""}, stdout=-1, stderr=-2, text=True,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    for i, process in enumerate(processes):
+        output = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, output
+        batch = own_sequences.batch_of(i)
+        x = own_sequences.embeddings()[batch.tokens[0]]
+        mask = mj.masks.from_segment_ids(batch.segment_ids[0], causal=True)
+        expected, _ = oracle.attention(x, x, x, mask.dense())
+        np.testing.assert_allclose(np.load(tmp_path / f"{i}.npy")[0], expected, atol=1e-5)
 
 
 def test_processes_that_planned_differently_are_named(monkeypatch):
