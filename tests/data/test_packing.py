@@ -92,6 +92,14 @@ def test_pack_keeps_every_token_and_separates_documents(method, lengths, seq_len
     assert sorted(seen) == list(range(1, sum(lengths) + 1))
 
 
+def test_documents_of_a_sequence_that_is_less_than_half_full_wait_for_the_next_window():
+    """Two of each window fill a sequence; the third meets that of the window after."""
+    documents = [np.full(length, i + 1) for i, length in enumerate([6, 4, 4, 6, 4, 4])]
+    packed = list(pack(documents, 10, window=3))
+    held = [sorted(set(sequence.tokens.tolist()) - {0}) for sequence in packed]
+    assert held == [[1, 2], [3, 4], [5, 6]]
+
+
 def test_pack_wastes_little_on_long_tailed_documents():
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(6, 1.5, 2000).astype(int), 8192)

@@ -49,6 +49,7 @@ def test_what_fits_is_accepted():
         ("one floating dtype, got float32, float16", {"k": tensor(ROWS, 2, 8, dtype=np.float16)}),
         ("one floating dtype", {"q": tensor(ROWS, 4, 8, dtype=np.int32)}),
         (r"sinks must be \[N\] or \[X, N\] with N = 4, got \(5,\)", {"sinks": tensor(5)}),
+        ("sinks must be floating, got int32", {"sinks": tensor(4, dtype=np.int32)}),
         ("for 4 ranks, but mesh axis 'cp' has 2", {"mesh": make_mesh(cp=2)}),
         (
             "axis_name='sp', which is no axis .*say which one shards rows",
