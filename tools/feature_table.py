@@ -25,6 +25,11 @@ HOW = (
         "precision of partial results",
         "float32 between stages; on the wire `DistOptions(reduce_dtype=)`",
     ),
+    (
+        "another mask in every step, one compilation",
+        "plans of one spec as arguments (`make_plan(spec=)`, `mj.data.PlanBatch.fit`); on one device tables"
+        " of one spec (`slice_table(mask, spec=)`)",
+    ),
     ("several masks in one step", "`plan.with_mask(mask)`: one dispatch, a plan for each mask"),
     ("masks of groups of heads", "a sequence of masks, or of plans on one dispatch"),
     (
