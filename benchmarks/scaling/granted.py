@@ -8,12 +8,12 @@ from distributed import cases
 from provenance import save
 
 from scaling.commands import all_work, fit_to, kernel_times, read_times
-from scaling.links import MEASURED
+from scaling.links import MEASURED, step_over
 from scaling.machine import Machine
 from scaling.model import step_us
 from scaling.orders import predict
 from scaling.problems import document_lengths
-from scaling.work import FLOPS_PER_PAIR, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, OURS, Piece, make_work
+from scaling.work import FLOPS_PER_PAIR, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Piece, make_work
 
 
 def granted(args) -> None:
@@ -28,13 +28,12 @@ def granted(args) -> None:
         pieces: dict[str, Piece] = {}
         work = make_work(ran["strategy"], problem, ran["ranks"], pieces)
         times, _ = kernel_times(work, predict(pieces, fitted), {})
-        near = MEASURED.ours if ran["strategy"] == OURS else MEASURED.others
         row = {key: ran[key] for key in ("mask", "tokens", "ranks", "strategy")}
-        for name, machine in (
-            ("model", Machine()),
-            ("with_measured_links", Machine()._replace(near=1e3 * near)),
+        step = ran["strategy"], work, times, ran["ranks"]
+        for name, us in (
+            ("model", step_us(*step, Machine())),
+            ("with_measured_links", step_over(MEASURED, *step)),
         ):
-            us = step_us(ran["strategy"], work, times, ran["ranks"], machine)
             flops = problem.mask.area * NUM_HEADS * HEAD_DIM / ran["ranks"]
             row[name] = {w: round(float(FLOPS_PER_PAIR[w] * flops / us[w] / 1e6), 1) for w in us}
         rows.append({**row, "ran": {which: round(ran[which], 1) for which in FLOPS_PER_PAIR}})
