@@ -142,11 +142,16 @@ class Fetches:
 
 
 class Returns:
-    """Brings partial sums of remote stages back to their owners, beside the stages that follow."""
+    """Brings partial sums of remote stages back to their owners, beside the stages that follow.
 
-    def __init__(self, link: Link):
+    Args:
+        link: how.
+        total: what the sums are added to, like the rank's own; None for nothing.
+    """
+
+    def __init__(self, link: Link, total: list[jax.Array] | None = None):
         self.link = link
-        self.total: list[jax.Array] | None = None
+        self.total = total
         self.leaving: InFlight | None = None  # first step of the latest partials
         self.steps: tuple[CommMeta, ...] = ()  # those that they still have to take
         self.crossing: list[InFlight] = []

@@ -130,16 +130,16 @@ class Stages:
         remote = Fetches(self._link, (k, v), comm, kept[: len(stages.comm)], exposed=True)
         late = self._late(late_tables, *kept[len(stages.comm) :])
         of_late_keys = late.fetch((k, v)) if late else None
-        dout, zero = behind(remote.behind_start((dout, jnp.zeros((), jnp.float32))), of_late_keys)
+        zeros = [jnp.zeros((), jnp.float32)] * 3
+        dout, zeros = behind(remote.behind_start((dout, zeros)), of_late_keys)
         delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
         rows = (dout, q, lse, delta)
         travel = self._travel(plan)
         visitors = travel.send(rows) if travel else ()
         # Own keys come last: their gradients stay, and hide the way back of the last stage's.
-        # Each call adds to the dQ of those before it. Zeros to begin with hide more of a first fetch that
-        # takes longer than the sums above, as that of all keys of a stage does.
-        dq = jnp.broadcast_to(zero, q.shape) if stages.comm else None
-        dq, returns = self._remote_gradients(rows, dq, remote, stages)
+        dq, total = self._nothing_yet(zeros, (q, k, v), remote) if stages.comm else (None, None)
+        returns = Returns(self._link, total)
+        dq = self._remote_gradients(rows, dq, remote, returns, stages)
         of_late = None
         if late:
             gradients = functools.partial(self._differentiate, dkv_dtype=self._wire_dtype(k))
@@ -184,9 +184,21 @@ class Stages:
         returned_dq, of_visitors = travel.differentiate(self._differentiate, visitors, keys_values)
         return dq, list(map(jnp.add, dkv, of_visitors)), returned_dq
 
-    def _remote_gradients(self, rows, dq, remote: Fetches, stages):
-        """What all remote stages add to dQ, and the way back of their dK and dV."""
-        (*others, delta), returns = rows, Returns(self._link)
+    def _nothing_yet(self, zeros, arrays, remote: Fetches):
+        """Zeros for dQ, to which each call adds, and for sums that come back, to which each transfer does.
+
+        They hide more of a first fetch that takes longer than the sum of ``dout * out``, as that of all keys
+        of a stage does; later they would be written beside attention. ``zeros`` has one for each array, since
+        XLA would copy what is aliased twice.
+        """
+        dq, *total = (jnp.broadcast_to(x, a.shape) for x, a in zip(zeros, arrays, strict=True))
+        if remote.kept or self.transport.start_reduce_sum is None:
+            return dq, None
+        return after(dq, total), total
+
+    def _remote_gradients(self, rows, dq, remote: Fetches, returns: Returns, stages):
+        """Adds to dQ what all remote stages do; their dK and dV begin their way back."""
+        *others, delta = rows
         order = range(len(stages.comm))
         # Where keys are there already, those of other nodes come first: their gradients have the longer way.
         for stage in reversed(order) if remote.kept else order:
@@ -200,7 +212,7 @@ class Stages:
             dq = returns.collect(dq)
             returns.give(stage_dkv, stages.comm[stage])
         returns.hasten()
-        return dq, returns
+        return dq
 
     def _wire_dtype(self, k: jax.Array) -> Any:
         """Dtype of gradients that leave: where they travel in that of the keys, it is written at once."""

@@ -19,7 +19,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from transfers import DST_ROWS, SRC_ROWS, numpy_cast, numpy_reduce, padded, random_comm
 
-from magi_jax.comm import group_cast, group_reduce, symmetric_memory
+from magi_jax.comm import finish, group_cast, group_reduce, start_cast, symmetric_memory
+from magi_jax.parallel.overlap import barrier, behind
 
 ROOM = 1 << 20
 
@@ -33,7 +34,9 @@ def main() -> None:
     mesh = Mesh(np.array(jax.devices()), ("cp",), axis_types=(AxisType.Auto,))
     # Every process makes the same tables and arrays.
     rng = np.random.default_rng(int(os.environ["SEED"]))
-    scenarios = {each.__name__: each for each in (attention, conformance, killed, plans, thousand)}
+    scenarios = {
+        each.__name__: each for each in (attention, conformance, failing, killed, plans, thousand)
+    }
     run = scenarios[scenario]
     run(mesh, {"placement": placement, "staging_bytes": ROOM}, rng)
     print("passed", flush=True)
@@ -57,6 +60,36 @@ def conformance(mesh: Mesh, room: dict, rng: np.random.Generator) -> None:
 def thousand(mesh: Mesh, room: dict, rng: np.random.Generator) -> None:
     with symmetric_memory(mesh, "cp", timeout_s=60, **room) as memory:
         check_plans_in_a_row(mesh, memory, rng)
+
+
+def failing(mesh: Mesh, room: dict, rng: np.random.Generator) -> None:
+    """A program fails while a call is under way: what gets its buffers is not written to."""
+    width, value = 1 << 18, 7.0
+    comm = padded(random_comm(rng, mesh.size))
+    x = np.ones((mesh.size, SRC_ROWS, width), np.float32)
+    room = room | {"staging_bytes": SRC_ROWS * width * 4 + ROOM}
+    with symmetric_memory(mesh, "cp", timeout_s=60, **room) as memory:
+        closed = symmetric_memory(mesh, "cp", timeout_s=60, **room)
+        closed.close()
+
+        def body(comm, x):
+            started = start_cast([x[0]], comm, "cp", transport=memory.transport)
+            refused = group_cast(behind(x[0], started), comm, "cp", transport=closed.transport)
+            started, refused = barrier(started, refused)
+            (cast,) = finish(started, memory.transport)
+            return cast[None], refused[None]
+
+        run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("cp"), out_specs=P("cp")))
+        operands = on_devices(mesh, (comm, x))
+        if jax.process_index() == mesh.size - 1:
+            time.sleep(1)  # the others' calls wait meanwhile
+        with pytest.raises(jax.errors.JaxRuntimeError, match="it was closed"):
+            jax.block_until_ready(run(*operands))
+        others = [jax.numpy.full((DST_ROWS, width), value) for _ in range(4)]
+        time.sleep(2)
+        for array in others:
+            assert (np.asarray(array) == value).all()
+        memory.check()
 
 
 def killed(mesh: Mesh, room: dict, rng: np.random.Generator) -> None:

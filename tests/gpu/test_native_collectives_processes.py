@@ -19,3 +19,7 @@ def test_processes(scenario, placement):
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_killed_process_ends_the_others_with_an_error(placement):
     check_killed(placement, **GPUS)
+
+
+def test_a_program_that_fails_with_a_call_under_way():
+    check_processes("failing", **GPUS)

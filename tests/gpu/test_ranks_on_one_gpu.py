@@ -17,14 +17,18 @@ def test_conformance(count):
     check_processes("conformance", count=count, gpus=1)
 
 
-@pytest.mark.parametrize("scenario", ["plans", "thousand"])
+@pytest.mark.parametrize("scenario", ["failing", "plans", "thousand"])
 def test_tables(scenario):
     check_processes(scenario, count=2, gpus=1)
 
 
-@pytest.mark.parametrize("flags", ["", RECORDED], ids=["launched", "recorded"])
-def test_attention_and_its_gradients(flags):
-    check_processes("attention", count=2, gpus=1, flags=flags)
+@pytest.mark.parametrize(
+    ("count", "flags"),
+    [(2, ""), (2, RECORDED), (4, "")],
+    ids=["launched", "recorded", "four ranks"],
+)
+def test_attention_and_its_gradients(count, flags):
+    check_processes("attention", count=count, gpus=1, flags=flags)
 
 
 def test_a_killed_process_ends_the_others_with_an_error():

@@ -158,6 +158,26 @@ __device__ bool HasRows(const Meeting& meeting, const Move& move) {
   return __syncthreads_or(static_cast<int>(any)) != 0;
 }
 
+// The first piece of a rank that comes after this one: rows are moved from there on, and then from
+// the first. Pieces are in the order of ranks or nearly so, and if all ranks began with the first
+// they would all turn to one of them at a time. All threads of a block together.
+__device__ inline int FirstPiece(const Meeting& meeting, const PieceTable& table) {
+  if (meeting.extents.cp_size <= 2) return 0;
+  __shared__ unsigned first;
+  if (threadIdx.x == 0) first = ~0u;
+  __syncthreads();
+  unsigned mine = ~0u;
+  for (int i = threadIdx.x; i < table.num_pieces && mine == ~0u; i += blockDim.x) {
+    const Piece piece = table.pieces[i];
+    const Span span = InsideSpan(piece, meeting.extents);
+    if (span.begin < span.end && piece.peer > meeting.rank) mine = i;
+  }
+  mine = __reduce_min_sync(~0u, mine);
+  if (threadIdx.x % kWarpSize == 0) atomicMin(&first, mine);
+  __syncthreads();
+  return first == ~0u ? 0 : static_cast<int>(first);
+}
+
 // What blocks need at different times.
 union CallShared {
   __device__ CallShared() {}

@@ -41,20 +41,22 @@ __device__ void CastLeaf(const Leaf& leaf, const Sources& sources, const RowMap&
 }
 
 __device__ void CopyLeaf(const Leaf& leaf, const Sources& sources, const RowMap& map,
-                         CopyRing& ring) {
+                         uint32_t first_row, CopyRing& ring) {
   ring.Copy(
-      CopyShape(map.rows, leaf.row_bytes), static_cast<char*>(leaf.result),
+      CopyShape(map.rows, leaf.row_bytes), first_row, static_cast<char*>(leaf.result),
       [&](uint32_t row) { return int2{map.row_of[row], map.row_of[int64_t{map.rows} + row]}; },
       [&](int32_t peer, int32_t row) { return sources.Row<char>(peer, row, leaf.row_bytes); });
 }
 
 __device__ void CastLeaves(const Meeting& meeting, const Move& move, Sources& sources,
                            CopyRing& ring) {
+  const int first = FirstPiece(meeting, meeting.recv);
+  const uint32_t first_row = first > 0 ? meeting.recv.pieces[first].dst_row : 0;
   for (int i = 0; i < move.num_leaves; ++i) {
     const Leaf& leaf = move.leaves[i];
     sources.Fill(meeting, leaf.operand, i);
     if (IsStreamed(move, leaf)) {
-      CopyLeaf(leaf, sources, move.map, ring);
+      CopyLeaf(leaf, sources, move.map, first_row, ring);
     } else if (leaf.row_bytes % 16 == 0) {
       CastLeaf<uint4>(leaf, sources, move.map);
     } else if (leaf.row_bytes % 4 == 0) {

@@ -50,27 +50,35 @@ class CopyRing {
     __syncwarp();
   }
 
-  // Fills `result`, rows of `shape`. `source(row)` gives the peer of a row (less than 0: it is left
-  // alone) and its row there, `address(peer, row)` where that is.
+  // Fills `result`, rows of `shape`, from `first_row` on and then those before. `source(row)` gives
+  // the peer of a row (less than 0: it is left alone) and its row there, `address(peer, row)` where
+  // that is.
   template <class Source, class Address>
-  __device__ void Copy(const CopyShape& shape, char* result, Source source, Address address) {
+  __device__ void Copy(const CopyShape& shape, uint32_t first_row, char* result, Source source,
+                       Address address) {
     if (threadIdx.x / 32 >= kCopyWarps) return;
     FenceAsyncProxy();  // what is read was written by ordinary stores
     const uint32_t first = blockIdx.x + threadIdx.x / 32 * gridDim.x;
     const uint32_t step = gridDim.x * kCopyWarps, total = shape.NumSlots();
     const uint32_t count = first < total ? (total - first + step - 1) / step : 0;
+    const uint32_t turn =
+        first_row < shape.rows ? first_row / shape.group_rows * shape.segments : 0;
+    const auto slot_at = [&](uint32_t i) {
+      const uint32_t slot = first + i * step + turn;
+      return slot < total ? slot : slot - total;
+    };
     Run runs[kCopyDepth] = {};  // of this lane, the oldest first; the last `pending` are in flight
     uint32_t pending = 0;
     for (uint32_t i = 0; i < count; i += kCopyAhead) {
       int2 from[kCopyAhead];  // looked up together: slots of which nothing is to be moved are many
 #pragma unroll
       for (uint32_t u = 0; u < kCopyAhead; ++u) {
-        from[u] = i + u < count ? Find(shape, first + (i + u) * step, source) : kNothing;
+        from[u] = i + u < count ? Find(shape, slot_at(i + u), source) : kNothing;
       }
 #pragma unroll
       for (uint32_t u = 0; u < kCopyAhead; ++u) {
         if (__all_sync(~0u, from[u].x < 0)) continue;
-        const Run next = Fill(shape, first + (i + u) * step, from[u], result, address);
+        const Run next = Fill(shape, slot_at(i + u), from[u], result, address);
         if (pending == kCopyDepth) Empty(runs[0]);
         pending = min(pending + 1, uint32_t{kCopyDepth});
 #pragma unroll

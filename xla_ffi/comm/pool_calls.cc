@@ -79,6 +79,7 @@ std::string Member::Finish(cudaStream_t stream, const std::vector<const void*>& 
 void Member::AwaitCalls(cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (cudaEventRecord(join_, side_) == cudaSuccess) cudaStreamWaitEvent(stream, join_, 0);
+  cudaGetLastError();  // as where `stream` is recorded: not the next caller's
 }
 
 }  // namespace magi_jax::comm

@@ -64,6 +64,13 @@ __device__ inline void BulkLoad(void* to, const void* from, uint32_t bytes, uint
 #endif
 }
 
+// Has memory brought to L2.
+__device__ inline void BulkPrefetch(const void* from, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 __device__ inline void BulkStore(void* to, const void* from, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),

@@ -114,14 +114,15 @@ __device__ Run RunOf(const Piece& piece, const Meeting& meeting, const Move& mov
   return run;
 }
 
-// Looks at a table 32 pieces at a time, all lanes of a warp together: calls `body(piece)`, peer -1
-// past the end. The next pieces are on their way meanwhile, since every warp looks at all of them.
+// Looks at pieces of a table 32 at a time, all lanes of a warp together: calls `body(piece)`, peer
+// -1 past the end. The next pieces are on their way meanwhile, since every warp looks at all of
+// them.
 template <class Body>
-__device__ void ForEachBatch(const PieceTable& table, Body body) {
+__device__ void ForEachBatch(const PieceTable& table, int begin, int end, Body body) {
   const int lane = threadIdx.x % kWarpSize;
-  const auto at = [&](int i) { return i < table.num_pieces ? table.pieces[i] : Piece{-1}; };
-  Piece next = at(lane);
-  for (int base = 0; base < table.num_pieces; base += kWarpSize) {
+  const auto at = [&](int i) { return i < end ? table.pieces[i] : Piece{-1}; };
+  Piece next = at(begin + lane);
+  for (int base = begin; base < end; base += kWarpSize) {
     const Piece piece = next;
     next = at(base + kWarpSize + lane);
     body(piece);
@@ -131,13 +132,13 @@ __device__ void ForEachBatch(const PieceTable& table, Body body) {
 // Pushes the rows of one array. Warps of the grid take units in turns; each looks for those of all
 // pieces that are its own.
 __device__ void PushLeaf(const Meeting& meeting, const Move& move, const Leaf& leaf,
-                         const Sources& targets, PushRing& ring) {
+                         const Sources& targets, int first_piece, PushRing& ring) {
   const int lane = threadIdx.x % kWarpSize;
   const uint32_t warps = gridDim.x * kWarps;
   // Neighbouring units go to different blocks.
   const uint32_t warp = blockIdx.x + gridDim.x * (threadIdx.x / kWarpSize);
   uint32_t before = 0;  // units of the pieces before these, modulo the warps
-  ForEachBatch(meeting.send, [&](const Piece& piece) {
+  const auto push = [&](const Piece& piece) {
     Run run = RunOf(piece, meeting, move, leaf.row_bytes);
     const auto units = static_cast<uint32_t>((run.bytes + kUnitBytes - 1) / kUnitBytes);
     uint32_t upto = units;
@@ -161,16 +162,19 @@ __device__ void PushLeaf(const Meeting& meeting, const Move& move, const Leaf& l
       ring.Push(to, from, rest < kUnitBytes ? rest : kUnitBytes);
       if (lane == one) run.unit += warps;
     }
-  });
+  };
+  ForEachBatch(meeting.send, first_piece, meeting.send.num_pieces, push);
+  ForEachBatch(meeting.send, 0, first_piece, push);
 }
 
 __device__ void PushLeaves(const Meeting& meeting, const Move& move, Sources& targets,
                            PushRing& ring) {
   FenceAsyncProxy();  // what is read was written by ordinary stores
+  const int first_piece = FirstPiece(meeting, meeting.send);
   for (int i = 0; i < move.num_leaves; ++i) {
     const Leaf& leaf = move.leaves[i];
     targets.Fill(meeting, leaf.result, i);
-    PushLeaf(meeting, move, leaf, targets, ring);
+    PushLeaf(meeting, move, leaf, targets, first_piece, ring);
     ring.Finish();
   }
   __threadfence_system();
@@ -197,7 +201,7 @@ __device__ void FillGaps(const Meeting& meeting, const Move& move) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t rows = meeting.extents.dst_rows;
   int64_t upto = 0;  // where the pieces before these end
-  ForEachBatch(meeting.recv, [&](const Piece& piece) {
+  ForEachBatch(meeting.recv, 0, meeting.recv.num_pieces, [&](const Piece& piece) {
     const bool listed = piece.peer >= 0;
     const int64_t begin = listed ? Max(0, Min(piece.dst_row, rows)) : rows;
     const int64_t end = listed ? Max(0, Min(int64_t{piece.dst_row} + piece.n_rows, rows)) : rows;

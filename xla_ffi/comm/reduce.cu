@@ -185,6 +185,11 @@ __device__ void StreamLeaf(const Meeting& meeting, const Move& move, const Leaf&
       ring, map.rows, leaf.row_bytes,
       [&](uint32_t row, bool valid) { return SumCursor(map, meeting, row, valid); },
       [&](int32_t peer, int32_t row) { return sources.Row<char>(peer, row, leaf.row_bytes); },
+      [&](const SlotNote& note, uint32_t bytes) {
+        if (!move.adds || lane != 0) return;
+        const int64_t first = int64_t{note.row} * leaf.row_elements + note.begin / sizeof(T);
+        BulkPrefetch(result + first, bytes / sizeof(T) * sizeof(Sum));
+      },
       [&](const char* memory, const SlotNote& note, uint32_t bytes) {
         const auto* parts = reinterpret_cast<const Part*>(memory);
 #pragma unroll

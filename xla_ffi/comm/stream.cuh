@@ -78,10 +78,11 @@ class Ring {
 // Walks over segments of the rows of a leaf, dealt out to the warps of the grid. A cursor
 // `make_cursor(row, valid)` says which parts a row has: `peer` (-1 = no more), its `part_row`, and
 // `Advance()`; each lane has one for a segment of its own. `address(peer, part_row)` is a part's.
+// `announce(note, bytes)` is told of a segment when its first part is asked for, and
 // `consume(memory, note, bytes)` gets the parts in order.
-template <class MakeCursor, class Address, class Consume>
+template <class MakeCursor, class Address, class Announce, class Consume>
 __device__ void StreamRows(Ring& ring, uint32_t rows, uint32_t row_bytes, MakeCursor make_cursor,
-                           Address address, Consume consume) {
+                           Address address, Announce announce, Consume consume) {
   FenceAsyncProxy();  // parts were written by ordinary stores
   const uint32_t segments = (row_bytes + kSlotBytes - 1) / kSlotBytes;
   const uint32_t total = rows * segments;
@@ -110,7 +111,9 @@ __device__ void StreamRows(Ring& ring, uint32_t rows, uint32_t row_bytes, MakeCu
         if (static_cast<int>(lane) == i) cursor.Advance();
         const bool last = __shfl_sync(~0u, cursor.peer, i) < 0;
         if (ring.IsFull()) consume_one();
-        ring.Produce(address(peer, part_row) + begin, bytes_at(begin), {row, begin, !any, last});
+        const SlotNote note = {row, begin, !any, last};
+        if (note.first) announce(note, bytes_at(begin));
+        ring.Produce(address(peer, part_row) + begin, bytes_at(begin), note);
       }
     }
   }
