@@ -59,7 +59,7 @@ def cases() -> dict[str, Case]:
         "wide_documents": Case(masks.varlen(documents, causal=True), (2, 1, 256, 256), poison=True),
         # Just enough of them, and of heads, for Hopper's kernel of short documents.
         "many_documents": Case(
-            masks.varlen([28, 150, 28, *[29, 28, 27, 28] * 2, 29, 28, 28], causal=True),
+            masks.varlen([28, 300, 28, *[29, 28, 27, 28] * 3, 29, 28, 28], causal=True),
             (64, 8, 128, 128),
             float32_results=False,
             row_max=False,

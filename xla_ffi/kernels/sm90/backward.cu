@@ -84,9 +84,13 @@ struct ScratchLayout {
   size_t progress, turns, tile_order, first_queries, end;
 };
 
+bool TakesDocuments(const Problem& problem) {
+  return sm90::TakesDocuments(problem.head_dim, problem.logits_soft_cap != 0.0f);
+}
+
 bool MayBeDocuments(const Problem& problem, bool fixed_order, bool rounds_dq) {
-  return TakesDocuments(problem.head_dim, problem.logits_soft_cap != 0.0f) && !fixed_order &&
-         rounds_dq && problem.num_slices <= kMostDocuments &&
+  return TakesDocuments(problem) && !fixed_order && rounds_dq &&
+         problem.num_slices <= kMostDocuments &&
          problem.num_slices * int64_t{problem.num_heads} >= kDocumentsPerSm * kDocumentBlocks &&
          problem.q_len / problem.num_slices <= kLongestMeanDocument;
 }
@@ -112,8 +116,11 @@ ScratchLayout LayOutScratch(const Problem& problem, DType dkv_dtype, bool fixed_
   at.items = at.suspects + align(stats / kStatTile * sizeof(uint32_t));
   const int segment = SegmentQueries(problem, fixed_order);
   const size_t segments = (problem.q_len + segment - 1) / segment;
-  // Documents have more tiles than the keys: most of them end with a part of one.
-  const size_t tiles = segments * NumTiles(problem) * (rounds_dq ? 2 : 1);
+  // Documents may have more tiles than the keys, since each may end with a part of one.
+  const bool documents = TakesDocuments(problem) && rounds_dq && !fixed_order;
+  const int most_documents = documents ? std::min(problem.q_len, kMostDocuments) : 0;
+  const size_t tiles =
+      std::max<size_t>(segments * NumTiles(problem), NumTiles(problem) + most_documents);
   at.parts = at.items + align(tiles * group * sizeof(WorkItem));
   at.dk_sum = at.parts + align(NumTiles(problem) * sizeof(int));
   at.dv_sum = at.dk_sum + align(key_floats * problem.head_dim * sizeof(float));

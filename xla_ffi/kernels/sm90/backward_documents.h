@@ -65,7 +65,11 @@ __device__ __forceinline__ bool IsEmpty(const Slice& slice) {
 }
 
 __device__ __forceinline__ Document DocumentOf(const BackwardKernelParams& params, int index) {
-  const Slice slice = params.slices[index];
+  Slice slice = params.slices[index];
+  // Whatever they are, all who ask find that the same tiles walk a block: no sum overflows.
+  constexpr int kFarthest = 1 << 30;
+  slice.d_min = min(max(slice.d_min, -kFarthest), kFarthest);
+  slice.d_max = min(max(slice.d_max, -kFarthest), kFarthest);
   const bool last = index + 1 >= params.num_slices || IsEmpty(params.slices[index + 1]);
   const Slice next = last ? Slice{params.q_len, 0, params.k_len} : params.slices[index + 1];
   const bool first = index == 0;

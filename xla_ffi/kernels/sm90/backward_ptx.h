@@ -166,11 +166,6 @@ __device__ __forceinline__ void WaitBoxesRead() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Waits until all committed boxes but those of the last group are where they go.
-__device__ __forceinline__ void WaitBoxesButLast() {
-  asm volatile("cp.async.bulk.wait_group 1;" ::: "memory");
-}
-
 // Waits until all committed boxes have been added.
 __device__ __forceinline__ void WaitBoxes() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
