@@ -40,14 +40,14 @@ def start(flags: argparse.Namespace) -> Mesh:
     return Mesh(np.array(devices), ("cp",), axis_types=(AxisType.Auto,))
 
 
-def from_all(value: Any) -> list:
-    """What each process gives, in their order; all of them call it equally often.
+def from_all(value: Any, what: str) -> list:
+    """What each process gives, in their order; ``what`` it is has to be said by all alike, or none goes on.
 
     By the key-value store: XLA's own collectives are refused where processes share a GPU.
     """
     if jax.process_count() == 1:
         return [value]
-    key = f"magi_jax/benchmarks/{next(_numbers())}"
+    key = f"magi_jax/benchmarks/{next(_numbers())}/{what}"
     given = json.dumps(value).encode()
     everyone = exchange(key, given, range(jax.process_count()), MEETING_S)
     return [json.loads(each) for each in everyone]

@@ -74,7 +74,7 @@ def mean_seconds(call: Callable[[], Any], wait: Callable[[Any], Any], count: int
 
 def _agreed(count: int) -> int:
     """The number of the first process: calls that wait for each other must be as many in all."""
-    return from_all(count)[0]
+    return from_all(count, "calls")[0]
 
 
 def matmul_tflops() -> float:

@@ -115,4 +115,4 @@ def _ends(calls: Iterable[Callable], ahead: int) -> list[float]:
 
 def _slowest(seconds: list[float]) -> list[float]:
     """The largest of all processes, for each."""
-    return np.max(from_all(seconds), axis=0).tolist()
+    return np.max(from_all(seconds, "seconds"), axis=0).tolist()
