@@ -200,7 +200,8 @@ def compile_all(calls: dict[str, Calls], passes: list[str]) -> None:
 
 def measure_mask(calls: Calls, shape: tuple[int, ...], args: argparse.Namespace) -> dict:
     """Seconds by implementation and pass, and why a peer has none."""
-    compare(calls, shape, [which for which in ("forward", "backward") if which in args.passes])
+    gradients = {"backward", "both"} & set(args.passes)
+    compare(calls, shape, ["forward", *(["backward"] if gradients else [])])
     found: dict[str, dict] = {name: {} for name in calls.passes}
     for which in args.passes:
         for name, passed in in_turns(

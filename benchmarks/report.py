@@ -21,9 +21,9 @@ from report_tables import Machines
 
 # Files that have a line of their own at the top of the page, and of which kind.
 SUMMED_UP = {
-    "kernels_gpu.json": "kernels",
+    "kernels_gpu.json": "each_peer",
     "kernels_64_gpu.json": "kernels",
-    "kernels_flash_gpu.json": "flash",
+    "kernels_flash_gpu.json": "each_peer",
     "kernels_peers_gpu.json": "kernels",
     "distributed_h200.json": "distributed",
     "rivals_h200.json": "rivals",
@@ -41,9 +41,9 @@ at the end), the commit and the command of its figures, and lists where others a
 are of one H200, or of two where a section says so; nothing here ran on more, and what is said of 8 to 64
 ranks is simulated from kernels that were timed on one. Compare figures of one table, not of two: cards
 differ, and so does their pace. Figures of a CPU are from a machine that other work kept busy. FlashAttention
-3 and 4 and the kernels of MagiAttention cannot be called from JAX: [Kernel notes](kernel_notes.md) compares
-with their figures on another such card, which are ahead of ours on some masks, above all in the backward
-pass.
+3 and 4 can be called from JAX by packages of others (`dew-flash-attn-cu13`, `fa4-jax`); a section compares
+with them on one card. The kernels of MagiAttention cannot: [Kernel notes](kernel_notes.md) compares with
+their figures on another such card.
 
 To run all of it again on a machine with GPUs: `sh benchmarks/on_gpu.sh` for one GPU, `sh
 benchmarks/on_node.sh` for several. TFLOP/s are those of the mask's area everywhere: 4 * area * heads * head
@@ -73,7 +73,7 @@ SECTIONS = (
     Section(
         "Kernels on one GPU, beside FlashAttention 3 and 4",
         "kernels_flash_gpu.json",
-        "python benchmarks/kernels.py --head-dims 128 --peers cudnn fa3_jax fa4_jax",
+        "python benchmarks/kernels.py --head-dims 128 --peers fa3_jax fa3 fa4_jax",
         write.kernel_peers,
     ),
     Section(

@@ -6,13 +6,13 @@ from report_tables import distinct, losses, span, table
 
 
 def kernels(stored: dict) -> list[str]:
-    """Ours beside the best peer, by head dim and pass; then every peer that is ahead."""
-    peers = list(dict.fromkeys(r["best_peer"] for r in stored["rows"] if "best_peer" in r))
-    against = f"{peers[0]}" if len(peers) == 1 else "best peer (its name)"
+    """Ours beside the peers, by head dim and pass; then every peer that is ahead."""
+    rates = dict.fromkeys(name for row in stored["rows"] for name in row["tflops"])
+    peers = [name for name in rates if not name.startswith("ours")]
     lines = [
-        f"64 query heads, 8 kv heads, bfloat16. TFLOP/s of the mask's area, ours / {against}, and the ratio;"
-        " ours alone where no peer has a form of the mask, or room for it. The matrix product of 8192 beside"
-        " them ran at"
+        "64 query heads, 8 kv heads, bfloat16. TFLOP/s of the mask's area,"
+        f" {' / '.join(['ours', *peers])}, and our ratio to the best peer; ours alone where no peer has a"
+        " form of the mask, or room for it. The matrix product of 8192 beside them ran at"
         f" {span(row['matmul'] for row in stored['rows'])} TFLOP/s. Ours and the peers took turns, calls back"
         " to back in each, at a pace that the card keeps up; passes that take less than about a millisecond"
         " are repeated inside one program, ours and peers alike.",
@@ -25,7 +25,7 @@ def kernels(stored: dict) -> list[str]:
             lengths = sorted(distinct(rows, "length"))
             cells = {(r["mask"], r["length"]): r for r in rows}
             body = [
-                [mask, *(_kernel_cell(cells.get((mask, n)), len(peers) > 1) for n in lengths)]
+                [mask, *(_kernel_cell(cells.get((mask, n)), peers) for n in lengths)]
                 for mask in distinct(rows, "mask")
             ]
             lines += ["", f"Head dim {head_dim}, {which}:", ""]
@@ -88,7 +88,7 @@ def _refusals(rows: list[dict]) -> list[str]:
     return [*lines, *(["", *losses("Refused", list(others))] if others else [])]
 
 
-def _kernel_cell(row: dict | None, with_name: bool) -> str:
+def _kernel_cell(row: dict | None, peers: list[str]) -> str:
     if row is None:
         return ""
     ours = [rate for name, rate in row["tflops"].items() if name.startswith("ours")]
@@ -96,9 +96,9 @@ def _kernel_cell(row: dict | None, with_name: bool) -> str:
         return "failed"
     if "ratio" not in row:
         return f"{max(ours):.0f}"
-    peer = row["best_peer"]
-    name = f" ({peer})" if with_name else ""
-    return f"{max(ours):.0f} / {row['tflops'][peer]:.0f}{name} {row['ratio']:.2f}"
+    rates = (row["tflops"].get(peer) for peer in peers)
+    each = (f"{rate:.0f}" if rate else "-" for rate in rates)
+    return f"{' / '.join([f'{max(ours):.0f}', *each])} {row['ratio']:.2f}"
 
 
 def compiles(stored: dict) -> list[str]:

@@ -50,7 +50,7 @@ def kernels(stored: dict) -> list[str]:
     ]
 
 
-def flash(stored: dict) -> list[str]:
+def each_peer(stored: dict) -> list[str]:
     """In how many cells of each pass ours is ahead: of all peers, and of each of them."""
     lines = []
     for which in distinct(stored["rows"], "pass"):
@@ -64,11 +64,15 @@ def flash(stored: dict) -> list[str]:
             each.append(
                 f"{name} in {sum(r >= 1 for r in ratios)} of {len(ratios)} ({_spread(ratios)})"
             )
-        behind = [f"{r['mask']} {r['length']} {r['ratio']:.2f}" for r in rows if r["ratio"] < 1]
+        behind = [row for row in rows if row["ratio"] < 1]
+        masks = []
+        for mask in distinct(behind, "mask"):
+            found = [row["ratio"] for row in behind if row["mask"] == mask]
+            every = sum(row["mask"] == mask for row in rows)
+            masks.append(f"{mask} {len(found)} of {every} (least {min(found):.2f})")
         lines.append(
             f"{which}: ahead of all in {len(rows) - len(behind)} of {len(rows)} cells;"
-            f" of {', of '.join(each)}"
-            + (f"; behind the best in {', '.join(behind)}" if behind else "")
+            f" of {', of '.join(each)}{'; behind the best in ' if masks else ''}{', '.join(masks)}"
         )
     return lines
 
@@ -161,7 +165,7 @@ def _spread(values: list[float], digits: int = 2) -> str:
 
 LINES: dict[str, Callable[[dict], list[str]]] = {
     "kernels": kernels,
-    "flash": flash,
+    "each_peer": each_peer,
     "rivals": rivals,
     "distributed": distributed,
     "scaling": scaling,

@@ -175,8 +175,8 @@ def test_the_page_begins_with_a_line_for_each_result(tmp_path):
     (tmp_path / "kernels_gpu.json").write_text(json.dumps(stored))
     page = report.page(tmp_path)
     line = (
-        "| [Kernels on one GPU](#kernels-on-one-gpu) | ahead of cudnn in 1 of 2 cells; our rate over the"
-        " best of them: 0.80 to 1.20, median 1.00; least in causal 8192, forward |"
+        "| [Kernels on one GPU](#kernels-on-one-gpu) | forward: ahead of all in 1 of 2 cells; of cudnn in 1"
+        " of 2 (0.80 to 1.20, median 1.00); behind the best in causal 1 of 1 (least 0.80) |"
     )
     assert line in page.splitlines()[:35]
     assert "- causal 8192, head dim 128, forward: cudnn (0.80)" in page
@@ -218,8 +218,19 @@ def test_each_peer_is_counted_by_pass_and_losses_are_named():
     rows = [kernel_row("full", 600.0, 500.0), kernel_row("causal", 400.0, 500.0)]
     rows[0]["tflops"]["fa3"] = 625.0
     rows[0] |= {"best_peer": "fa3", "ratio": 600 / 625}
-    (line,) = report_summary.flash({"rows": rows})
+    (line,) = report_summary.each_peer({"rows": rows})
     assert line == (
         "forward: ahead of all in 0 of 2 cells; of cudnn in 1 of 2 (0.80 to 1.20, median 1.00), of fa3 in 0"
-        " of 1 (0.96 to 0.96, median 0.96); behind the best in full 8192 0.96, causal 8192 0.80"
+        " of 1 (0.96 to 0.96, median 0.96); behind the best in full 1 of 1 (least 0.96), causal"
+        " 1 of 1 (least 0.80)"
     )
+
+
+def test_a_cell_has_the_rates_of_all_peers():
+    rows = [kernel_row("full", 600.0, 500.0), kernel_row("causal", 400.0, 500.0)]
+    rows[0]["tflops"]["fa3"] = 625.0
+    rows[0] |= {"best_peer": "fa3", "ratio": 600 / 625}
+    lines = report_sections.kernels({"rows": rows})
+    assert "| full | 600 / 500 / 625 0.96 |" in lines
+    assert "| causal | 400 / 500 / - 0.80 |" in lines
+    assert "- full 8192, head dim 128, forward: fa3 (0.96)" in lines
