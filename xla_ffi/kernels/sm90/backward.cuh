@@ -11,6 +11,7 @@
 #include "xla_ffi/kernels/sm90/backward_carrier.h"
 #include "xla_ffi/kernels/sm90/backward_documents.h"
 #include "xla_ffi/kernels/sm90/backward_launch.h"
+#include "xla_ffi/kernels/sm90/backward_long.h"
 #include "xla_ffi/kernels/sm90/backward_mainloop.h"
 #include "xla_ffi/kernels/sm90/backward_paired.h"
 #include "xla_ffi/kernels/sm90/backward_params.h"
@@ -81,7 +82,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     RaiseRegisters<Traits::kConsumerRegisters>();
-    if constexpr (!Traits::kPaired) {
+    if constexpr (Traits::kTransposed) {
+      LongConsumer<Traits>(params, shared).Work();
+    } else if constexpr (!Traits::kPaired) {
       GradientConsumer<Traits>(params, shared).Work();
     } else if (threadIdx.x < 256) {
       ValueConsumer<Traits>(params, shared).Work();
@@ -121,10 +124,10 @@ cudaError_t LaunchInstantiation(const BackwardParams& backward, const BackwardKe
   dk_map = dv_map = dq_map;
   if (Traits::kCopiesSums && problem.num_heads > problem.num_kv_heads) {
     error = MakeGradientMap(&dk_map, params.dk_sum, problem.k_len, problem.num_kv_heads, kHeadDim,
-                            Traits::kGradientRows);
+                            Traits::kSumRows);
     if (error != cudaSuccess) return error;
     error = MakeGradientMap(&dv_map, params.dv_sum, problem.k_len, problem.num_kv_heads, kVHeadDim,
-                            Traits::kGradientRows);
+                            Traits::kSumRows);
     if (error != cudaSuccess) return error;
   }
 

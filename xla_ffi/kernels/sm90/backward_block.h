@@ -146,7 +146,8 @@ struct BlockConsumer {
     WgmmaCommit();
   }
 
-  // dq = dS [64 queries, kBlockN] K [kBlockN, some columns], from the first query and column on.
+  // dq = dS [queries, kBlockN] K [kBlockN, some columns], from the first query and column on, or
+  // its transpose.
   template <int kCount>
   __device__ __forceinline__ void IssueQueryGradient(float (&dq)[kCount], uint32_t queries,
                                                      uint32_t columns) {
@@ -155,10 +156,13 @@ struct BlockConsumer {
     const Operand k_operand = Opaque(OperandOfColumns(columns, kKChunkBytes));
 #pragma unroll
     for (int step = 0; step < Traits::kBlockN / 16; ++step) {
-      const int ds_offset = step / 4 * kM * 128 + step % 4 * 32;
-      Wgmma<2 * kCount>::template SharedShared<true>(
-          dq, ds_operand.Advance(ds_offset), k_operand.Advance(step * 2 * kSwizzleAtomBytes),
-          step > 0, Element{});
+      const Operand ds_step = ds_operand.Advance(step / 4 * kM * 128 + step % 4 * 32);
+      const Operand k_step = k_operand.Advance(step * 2 * kSwizzleAtomBytes);
+      if constexpr (Traits::kTransposed) {
+        Wgmma<kM>::template SharedShared<false, true>(dq, k_step, ds_step, step > 0, Element{});
+      } else {
+        Wgmma<2 * kCount>::template SharedShared<true>(dq, ds_step, k_step, step > 0, Element{});
+      }
     }
     WgmmaCommit();
   }
@@ -169,7 +173,7 @@ struct BlockConsumer {
   __device__ __forceinline__ void StoreLogitGradients(const uint32_t (&ds_words)[kLogits / 2],
                                                       uint8_t* chunk) {
     const int lane = thread % 32, warp = thread / 32 % 4;
-    const int matrix = lane / 8, row = RowOfQuery(lane % 8);
+    const int matrix = lane / 8, row = Traits::kTransposed ? lane % 8 : RowOfQuery(lane % 8);
     const int unit = 2 * warp + (matrix & 1);  // of 8 keys
     const uint32_t address =
         SharedAddress(chunk) + (8 * (matrix >> 1) + row) * 128 + ((unit ^ row) << 4);
@@ -182,20 +186,35 @@ struct BlockConsumer {
   template <int kCount>
   __device__ __forceinline__ void PlaceQueryGradient(const float (&dq)[kCount], uint32_t address) {
     const float factor = Traits::kScaledDifference ? 1.0f : params.scale;
+    if constexpr (Traits::kTransposed) {
+      // Groups of 8 queries; a thread has two of each, in columns c and c + 8.
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      const int group = i / 4;  // of 8 columns
-      const uint32_t place = (address ^ (group % 4 << 5)) + group / 4 * Traits::kGradientRows * 128;
-      StorePair(place, dq[i] * factor, dq[i + 1] * factor);
-      StorePair(place + 8 * 128, dq[i + 2] * factor, dq[i + 3] * factor);
+      for (int i = 0; i < kCount; ++i) {
+        const uint32_t place = address ^ ((i / 2 % 2 * 2 ^ i % 2) << 4);
+        StoreFloat(place + (i / 4 * 8 + i % 2) * 128, dq[i] * factor);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4) {
+        const int group = i / 4;  // of 8 columns
+        const uint32_t place =
+            (address ^ (group % 4 << 5)) + group / 4 * Traits::kGradientRows * 128;
+        StorePair(place, dq[i] * factor, dq[i + 1] * factor);
+        StorePair(place + 8 * 128, dq[i + 2] * factor, dq[i + 3] * factor);
+      }
     }
-    FenceAsyncProxy();
+    if constexpr (!Traits::kTransposed) FenceAsyncProxy();
     Release(&shared.dq_full[warpgroup]);
   }
 
   // Where this thread's first pair of dQ goes.
   __device__ __forceinline__ uint32_t PlaceOfQueryGradient() const {
     const int lane = thread % 32, warp = thread / 32 % 4;
+    if constexpr (Traits::kTransposed) {
+      const int query = lane % 4 * 2, unit = 4 * (warp % 2) + lane / 16;  // of 16 bytes
+      return SharedAddress(shared.dq[warpgroup]) + (warp / 2 * kM + query) * 128 +
+             ((unit ^ query) << 4) + lane / 4 % 4 * 4;
+    }
     const int row = QueryOfRow(lane / 4);  // in its group of 8
     return SharedAddress(shared.dq[warpgroup]) + (16 * warp + row) * 128 +
            ((lane % 4 / 2 ^ row) << 4) + lane % 2 * 8;
@@ -303,13 +322,13 @@ struct BlockConsumer {
   }
   // Both consumers come here with the same blocks, where each makes S and dP of its own keys.
   __device__ __forceinline__ void CleanQueries(float (&p)[kLogits], const float (&dp)[kLogits]) {
-    static_assert(Traits::kConsumerThreads >= 2 * Traits::kChunks * kM);
     AwaitConsumers();  // S and dP are done
-    const int row = (thread - 128) % kM, part = (thread - 128) / kM;
-    uint8_t* const tile =
-        part < Traits::kChunks ? shared.q[ring.slot] : shared.dout[dout_ring.slot];
-    if (part < 2 * Traits::kChunks) {
-      // Rolled up: its addresses would take registers from the loop of blocks.
+                       // Rolled up: its addresses would take registers from the loop of blocks.
+#pragma unroll 1
+    for (int i = thread - 128; i < 2 * Traits::kChunks * kM; i += Traits::kConsumerThreads) {
+      const int row = i % kM, part = i / kM;
+      uint8_t* const tile =
+          part < Traits::kChunks ? shared.q[ring.slot] : shared.dout[dout_ring.slot];
       CleanRow<Element, true, 1>(
           tile + part % Traits::kChunks * kQChunkBytes + row * Traits::kRowBytes, row);
     }

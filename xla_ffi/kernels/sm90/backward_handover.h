@@ -14,7 +14,8 @@ template <typename Traits>
 struct GradientHandover : BlockConsumer<Traits> {
   using Base = BlockConsumer<Traits>;
   MAGI_BLOCK_CONSUMER(Base);
-  static constexpr int kGradients = Traits::kGradientColumns / 2;
+  static constexpr int kGradients =
+      (Traits::kTransposed ? Traits::kBlockM : Traits::kGradientColumns) / 2;
   static constexpr int kOutputs = Traits::kHeadDim / 2;
 
   static_assert(!Traits::kDocuments ||
@@ -30,6 +31,20 @@ struct GradientHandover : BlockConsumer<Traits> {
   // stands at the next block once dS of a block is made.
   static_assert(Traits::kDoutStages == 2);
 
+  // Says what is handed over at the turn of a block.
+  __device__ __forceinline__ void NoteQueryGradient(int slot, int turn) {
+    if (thread % 128 != 0) return;
+    const QueryBlockHeader& header = shared.notes[slot].header;
+    GradientNote& note = shared.gradient_notes[turn][warpgroup];
+    note.row = header.query_start;
+    note.head = header.head;
+    if constexpr (Traits::kCopiesSums) note.target = kToQueries;
+    if constexpr (Traits::kOrdered) {
+      note.rank = header.rank;
+      note.next_row = header.next_query;
+    }
+  }
+
   __device__ __forceinline__ void StoreQueryGradient(float (&dq)[kGradients], int slot,
                                                      int block_flags) {
     PinRegisters(dq);
@@ -39,17 +54,13 @@ struct GradientHandover : BlockConsumer<Traits> {
     }
     const uint32_t address = PlaceOfQueryGradient();
     BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot);
-    if (thread % 128 == 0) {
-      const QueryBlockHeader& header = shared.notes[slot].header;
-      shared.gradient_notes[warpgroup].row = header.query_start;
-      shared.gradient_notes[warpgroup].head = header.head;
-      if constexpr (Traits::kCopiesSums) shared.gradient_notes[warpgroup].target = kToQueries;
-      if constexpr (Traits::kOrdered) {
-        shared.gradient_notes[warpgroup].rank = header.rank;
-        shared.gradient_notes[warpgroup].next_row = header.next_query;
-      }
-    }
+    if constexpr (!Traits::kTransposed) NoteQueryGradient(slot, 0);
     PlaceQueryGradient(dq, address);
+  }
+
+  // Which note the warp that adds reads at a turn.
+  static __device__ __forceinline__ int NoteTurn(int turn) {
+    return Traits::kNoteTurns > 1 ? turn & 1 : 0;
   }
 
   // Has the copy engine add this warpgroup's 64 keys of a split tile, in parts of 64 columns. dK
@@ -66,19 +77,18 @@ struct GradientHandover : BlockConsumer<Traits> {
       const int turn = part + (target == kToKeys ? kParts : 0);
       BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot ^ (turn + 1 & 1));
       if (thread % 128 == 0) {
-        shared.gradient_notes[warpgroup] = {key_start + 64 * warpgroup,      kv_head, 0,     0,
-                                            part * Traits::kGradientColumns, 0,       target};
+        shared.gradient_notes[NoteTurn(dout_ring.slot ^ turn)][warpgroup] = {
+            key_start + 64 * warpgroup, kv_head, 0, 0, part * Traits::kGradientColumns, 0, target};
       }
 #pragma unroll
       for (int i = 0; i < kCount && part * kCount + i < kOutputs; i += 4) {
         const int group = i / 4;  // of 8 columns
-        const uint32_t place =
-            (address ^ (group % 4 << 5)) + group / 4 * Traits::kGradientRows * 128;
+        const uint32_t place = (address ^ (group % 4 << 5)) + group / 4 * Traits::kSumRows * 128;
         const float* const values = sums + part * kCount + i;
         StorePair(place, values[0] * factor, values[1] * factor);
         StorePair(place + 8 * 128, values[2] * factor, values[3] * factor);
       }
-      FenceAsyncProxy();
+      if constexpr (!Traits::kTransposed) FenceAsyncProxy();
       Release(&shared.dq_full[warpgroup]);
     }
   }

@@ -43,17 +43,25 @@ struct GradientConsumer : GradientHandover<Traits> {
         WalkTile();
       }
     }
-    if constexpr (Traits::kDocuments) return;
+    if constexpr (!Traits::kDocuments) EndGradients();
+  }
+
+ protected:
+  struct KeyTile {
+    int kv_head, key_start, end_key;
+  };
+
+  // Tells the warp that adds dQ that there is no more.
+  __device__ __forceinline__ void EndGradients() {
     BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot ^ 1);
-    if (thread % 128 == 0) shared.gradient_notes[warpgroup].row = -1;
+    if (thread % 128 == 0)
+      shared.gradient_notes[Base::NoteTurn(dout_ring.slot)][warpgroup].row = -1;
     Release(&shared.dq_full[warpgroup]);
   }
 
- private:
-  __device__ __forceinline__ void WalkTile() {
-    const int kv_head = shared.notes[ring.slot].header.kv_head;
-    const int key_start = shared.notes[ring.slot].header.key_start;
-    const int end_key = EndOfKeys();
+  __device__ __forceinline__ KeyTile OpenTile() {
+    const KeyTile tile = {shared.notes[ring.slot].header.kv_head,
+                          shared.notes[ring.slot].header.key_start, EndOfKeys()};
     BarrierWait(&shared.kv_full, kv_parity);
     kv_parity ^= 1;
     CleanKeys();
@@ -61,13 +69,12 @@ struct GradientConsumer : GradientHandover<Traits> {
     for (int i = 0; i < kOutputs; ++i) dk[i] = dv[i] = 0.0f;
     PinRegisters(dk);
     PinRegisters(dv);
+    return tile;
+  }
 
-    uint32_t ds[kLogits / 2];
-    FirstBlock(ds);
-    // No product is in flight from one iteration to the next: the assembler would give up all
-    // overlap.
-    while (!(flags & kLastBlock)) NextBlock(ds);
-    const int head = LastBlock(ds);
+  // Writes dK and dV, or adds them; `head` is that of the last block.
+  __device__ __forceinline__ void CloseTile(const KeyTile& tile, int head) {
+    const auto [kv_head, key_start, end_key] = tile;
     Release(&shared.kv_empty);
     const bool by_row = Traits::kDocuments && flags & kSplitTile;
     const KeyGradientStore<Element, Traits::kHeadDim> store{params, kv_head, key_start + thread_row,
@@ -89,6 +96,16 @@ struct GradientConsumer : GradientHandover<Traits> {
       store.Write(params.dv, dv, 1.0f);
       store.Write(params.dk, dk, factor);
     }
+  }
+
+  __device__ __forceinline__ void WalkTile() {
+    const KeyTile tile = OpenTile();
+    uint32_t ds[kLogits / 2];
+    FirstBlock(ds);
+    // No product is in flight from one iteration to the next: the assembler would give up all
+    // overlap.
+    while (!(flags & kLastBlock)) NextBlock(ds);
+    CloseTile(tile, LastBlock(ds));
   }
 
   // dV, and dS, of the first block of a tile.

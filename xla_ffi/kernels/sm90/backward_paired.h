@@ -80,14 +80,14 @@ struct PairedConsumer : BlockConsumer<Traits> {
       note.column = FirstColumn<kRest>();
       note.columns = 2 * kCount;
       if (!kRest) note.next_row = -1;
-      shared.gradient_notes[warpgroup] = note;
+      shared.gradient_notes[0][warpgroup] = note;
     }
     PlaceQueryGradient(dq, address);
   }
 
   __device__ __forceinline__ void Stop() {
     BarrierWait(&shared.dq_empty[warpgroup], 1);
-    if (thread % 128 == 0) shared.gradient_notes[warpgroup].row = -1;
+    if (thread % 128 == 0) shared.gradient_notes[0][warpgroup].row = -1;
     Release(&shared.dq_full[warpgroup]);
   }
 

@@ -20,7 +20,7 @@ namespace magi_jax::sm90 {
 // a warpgroup have to fit in its registers.
 enum class Sharing {
   kTall,     // 64 keys each, blocks of 128 queries; each makes dQ of half of the queries
-  kColumns,  // 64 keys each, blocks of 64 queries; each makes half of dQ's columns
+  kColumns,  // 64 keys each, blocks of 80 queries; each makes half of dQ's columns
   kPaired,   // one has dV of 64 keys, the other dK, see backward_paired.h
 };
 
@@ -30,11 +30,15 @@ constexpr Sharing SharingOf(int head_dim) {
                                   : Sharing::kPaired;
 }
 
-// Queries of a block, and keys of a tile.
+// Queries of a block, by which work is dealt out, and keys of a tile.
 constexpr int BlockQueries(int head_dim) {
   return SharingOf(head_dim) == Sharing::kTall ? 128 : 64;
 }
 constexpr int TileKeys(int head_dim) { return SharingOf(head_dim) == Sharing::kPaired ? 64 : 128; }
+
+// What fits where both warpgroups' dQ is made transposed: blocks of kColumns but those of
+// documents.
+constexpr int kLongQueries = 80;
 
 // Whether tiles' walks may be cut into segments of queries: what a walk of 65536 reads of a head
 // does not fit in L2, but at narrow heads it does.
@@ -61,6 +65,8 @@ struct BackwardTraits {
   static constexpr bool kDocuments = kDocumentsT;  // items are documents
   static constexpr bool kTall = SharingOf(kHeadDim) == Sharing::kTall;
   static constexpr bool kPaired = SharingOf(kHeadDim) == Sharing::kPaired;
+  // dQ is made transposed, which takes other numbers of queries than multiples of 64.
+  static constexpr bool kTransposed = SharingOf(kHeadDim) == Sharing::kColumns && !kDocuments;
   static_assert(kPaired || kVHeadDim == kHeadDim);
 
   // dS is made with the scale in it, which spares a product for each element of dQ. float16 has not
@@ -76,7 +82,7 @@ struct BackwardTraits {
   // brought while the block before is still computed.
   static constexpr int kGradientPlaces = kDocuments ? 2 : 1;
   static constexpr int kAllGradientPlaces = kConsumers * kGradientPlaces;
-  static constexpr int kBlockM = BlockQueries(kHeadDim);
+  static constexpr int kBlockM = kTransposed ? kLongQueries : BlockQueries(kHeadDim);
   static constexpr int kBlockN = TileKeys(kHeadDim);
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerThreads = 128 * kConsumers;
@@ -99,15 +105,19 @@ struct BackwardTraits {
   static constexpr int kStatBytes = kBlockM * 4;
 
   // Blocks in shared memory, of queries and of output cotangents: what fits.
-  static constexpr int kStages = kPaired ? 2 : 3;
+  static constexpr int kStages = kPaired || kTransposed ? 2 : 3;
   static constexpr int kDoutStages = kChunks > 3 ? 1 : 2;
 
   // What a warpgroup hands to the copy engine of a block's dQ at a time: all of its own, but where
   // it has more than a chunk of columns, and makes these in two parts. Columns past the head dim
   // are zero, and the copy engine leaves them out.
-  static constexpr int kGradientRows = 64;
+  static constexpr int kGradientRows = kTransposed ? kBlockM : 64;
+  static constexpr int kSumRows = 64;  // of dK and dV
   static constexpr int kGradientColumns = kChunk;
   static constexpr int kRestColumns = kPaired ? kHeadDim / 2 - kChunk : 0;  // of the second part
+  // Notes to each warp that adds, in turns: with two, a block's is written before its place is
+  // free.
+  static constexpr int kNoteTurns = kTransposed ? 2 : 1;
   static constexpr int kGradientBox = 32;  // columns of float32 that fill 128 bytes
   static constexpr int kRoundedRows = 8;   // of documents, that the copy engine writes at a time
   // Documents hand over rounded rows, or sums in as many bytes, see backward_sums.h.
@@ -187,7 +197,7 @@ struct BackwardStorage {
   alignas(16) std::conditional_t<Traits::kPaired, PairExchange<Traits>, NoExchange> pair;
   uint8_t spoiled_keys[Traits::kBlockN];  // of kSpoiledKeys, kSpoiledValues, see backward_poison.h
   QueryBlockNote<Traits> notes[Traits::kStages];
-  GradientNote gradient_notes[Traits::kConsumers];
+  GradientNote gradient_notes[Traits::kNoteTurns][Traits::kConsumers];
   uint64_t kv_full, kv_empty;
   uint64_t q_full[Traits::kStages], q_empty[Traits::kStages];
   uint64_t dout_full[Traits::kDoutStages], dout_empty[Traits::kDoutStages];

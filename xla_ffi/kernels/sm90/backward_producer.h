@@ -267,7 +267,7 @@ struct QueryProducer {
 
   // Whether some query of the block, or its cotangent, may not be finite.
   __device__ __forceinline__ bool AnySuspect(int query, int head) {
-    constexpr int kTiles = Traits::kBlockM / kStatTile;
+    constexpr int kTiles = (Traits::kBlockM + kStatTile - 1) / kStatTile;
     const int tile = query / kStatTile + lane;
     const bool inside = lane <= kTiles && tile * kStatTile < params.stat_rows;
     const int at = head * (params.stat_rows / kStatTile) + tile;

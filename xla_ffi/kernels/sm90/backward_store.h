@@ -29,7 +29,7 @@ __device__ void AddGradients(const BackwardKernelParams& params, const CUtensorM
   int awaited = -1;  // row of the block whose turn has come
   for (uint32_t parity = 0;; parity ^= 1) {
     BarrierWait(&shared.dq_full[consumer], parity);
-    const GradientNote note = shared.gradient_notes[consumer];
+    const GradientNote note = shared.gradient_notes[Traits::kNoteTurns > 1 ? parity : 0][consumer];
     // All lanes have read the note before the first gives its place back.
     if constexpr (Traits::kOrdered) __syncwarp();
     if (note.row < 0) break;
@@ -42,14 +42,16 @@ __device__ void AddGradients(const BackwardKernelParams& params, const CUtensorM
                        : Traits::kTall                ? 0
                                                       : consumer * Traits::kGradientColumns;
     const int row = note.row + (Traits::kTall && to_queries ? consumer * Traits::kGradientRows : 0);
+    const int rows = to_queries ? Traits::kGradientRows : Traits::kSumRows;
     const CUtensorMap& map = to_queries ? dq_map : note.target == kToKeys ? dk_map : dv_map;
     if (lane == 0) {
+      // In place of a fence of each consumer, whose way it would make longer.
+      if constexpr (Traits::kTransposed) FenceAsyncProxy();
 #pragma unroll
       for (int i = 0; i < Traits::kGradientColumns / Traits::kGradientBox; ++i) {
         const int offset = i * Traits::kGradientBox;
         if (Traits::kPaired && offset >= note.columns) break;
-        AddBox(shared.dq[consumer] + i * Traits::kGradientRows * 128, &map, column + offset,
-               note.head, row);
+        AddBox(shared.dq[consumer] + i * rows * 128, &map, column + offset, note.head, row);
       }
       CommitBoxes();
       WaitBoxesRead();

@@ -98,28 +98,29 @@ struct Wgmma;
 
 // One pair of functions per (shape, type). `n0`.. are the numbers of the operands after the
 // accumulators.
-#define MAGI_WGMMA_TYPE(n, type, regs, n0, n1, n2, n3, n4, n5, ...)                              \
-  template <bool kBColumns, int kCount>                                                          \
-  static __device__ __forceinline__ void SharedShared(float (&d)[kCount], Operand a, Operand b,  \
-                                                      bool add, type) {                          \
-    asm volatile(                                                                                \
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %" #n2                                             \
-        ", 0;\n"                                                                                 \
-        "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." MAGI_NAME_##type "." MAGI_NAME_##type  \
-        " {" regs "}, %" #n0 ", %" #n1 ", add, 1, 1, 0, %" #n3 ";\n}\n"                          \
-        : __VA_ARGS__                                                                            \
-        : "l"(a.Descriptor()), "l"(b.Descriptor()), "r"(int32_t{add}), "n"(int32_t{kBColumns})); \
-  }                                                                                              \
-  template <int kCount>                                                                          \
-  static __device__ __forceinline__ void RegistersShared(float (&d)[kCount], const uint32_t* a,  \
-                                                         Operand b, bool add, type) {            \
-    asm volatile(                                                                                \
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %" #n5                                             \
-        ", 0;\n"                                                                                 \
-        "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." MAGI_NAME_##type "." MAGI_NAME_##type  \
-        " {" regs "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", add, 1, 1, 1;\n}\n"    \
-        : __VA_ARGS__                                                                            \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.Descriptor()), "r"(int32_t{add}));   \
+#define MAGI_WGMMA_TYPE(n, type, regs, n0, n1, n2, n3, n4, n5, ...)                             \
+  template <bool kBColumns, bool kAColumns = false, int kCount>                                 \
+  static __device__ __forceinline__ void SharedShared(float (&d)[kCount], Operand a, Operand b, \
+                                                      bool add, type) {                         \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #n2                                   \
+                 ", 0;\n"                                                                       \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." MAGI_NAME_##type             \
+                 "." MAGI_NAME_##type " {" regs "}, %" #n0 ", %" #n1 ", add, 1, 1, %" #n4       \
+                                      ", %" #n3 ";\n}\n"                                        \
+                 : __VA_ARGS__                                                                  \
+                 : "l"(a.Descriptor()), "l"(b.Descriptor()), "r"(int32_t{add}),                 \
+                   "n"(int32_t{kBColumns}), "n"(int32_t{kAColumns}));                           \
+  }                                                                                             \
+  template <int kCount>                                                                         \
+  static __device__ __forceinline__ void RegistersShared(float (&d)[kCount], const uint32_t* a, \
+                                                         Operand b, bool add, type) {           \
+    asm volatile(                                                                               \
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %" #n5                                            \
+        ", 0;\n"                                                                                \
+        "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." MAGI_NAME_##type "." MAGI_NAME_##type \
+        " {" regs "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", add, 1, 1, 1;\n}\n"   \
+        : __VA_ARGS__                                                                           \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.Descriptor()), "r"(int32_t{add}));  \
   }
 
 #define MAGI_NAME___nv_bfloat16 "bf16"
