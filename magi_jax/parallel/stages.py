@@ -142,7 +142,7 @@ class Stages:
         dq = self._remote_gradients(rows, dq, remote, returns, stages)
         of_late = None
         if late:
-            gradients = functools.partial(self._differentiate, dkv_dtype=self._wire_dtype(k))
+            gradients = functools.partial(self._differentiate, dkv_dtype=self._wire_dtype(q, k))
             dq, of_late = late.differentiate(gradients, rows, of_late_keys, dq)
         table = behind(returns.behind_start(stages.calc[0]), of_late)
         # Nothing is added to what is all of a key's gradient.
@@ -205,7 +205,7 @@ class Stages:
             keys_values, (delta, dq) = remote.take(stage, (delta, dq))
             table = stages.calc[stage + 1]
             table = returns.behind_start(remote.behind_start(table))
-            dkv_dtype = self._wire_dtype(keys_values[0])
+            dkv_dtype = self._wire_dtype(rows[1], keys_values[0])
             dq, *stage_dkv = self._differentiate(
                 (*others, delta), keys_values, table, dkv_dtype, dq
             )
@@ -214,9 +214,12 @@ class Stages:
         returns.hasten()
         return dq
 
-    def _wire_dtype(self, k: jax.Array) -> Any:
-        """Dtype of gradients that leave: where they travel in that of the keys, it is written at once."""
-        return k.dtype if self.reduce_dtype == k.dtype else jnp.float32
+    def _wire_dtype(self, q: jax.Array, k: jax.Array) -> Any:
+        """Dtype in which kernels write gradients that leave: that of the keys where they travel in it, but
+        for grouped heads, whose kernels add up in float32 first.
+        """
+        is_written_once = q.shape[1] == k.shape[1]
+        return k.dtype if self.reduce_dtype == k.dtype and is_written_once else jnp.float32
 
     def _travel(self, plan: AttentionPlan) -> Travel | None:
         if plan.travel is None:

@@ -221,12 +221,14 @@ def test_kept_keys_and_narrow_reductions(rng):
     assert transfers == {"fetched": 12, "kept": 8, "narrow": 12}
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, "bfloat16"])
-def test_half_precision_without_sinks(reduce_dtype, rng):
+@pytest.mark.parametrize(
+    ("reduce_dtype", "kv_heads"), [(None, 2), ("bfloat16", 2), ("bfloat16", 4)]
+)
+def test_half_precision_without_sinks(reduce_dtype, kv_heads, rng):
     """Rows without keys give zeros, -inf and no NaN; results have the dtype of q, whatever travels."""
     mask = masks.varlen([30], causal=True).shift(5, 5, SIZE, SIZE)
     plan = make_plan(mask, 4, CONFIG)
-    problem = random_problem(rng, SIZE)
+    problem = random_problem(rng, SIZE, kv_heads=kv_heads)
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), problem)
     exact = jax.tree.map(lambda x: np.asarray(x, np.float32), half)
     arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), dispatched(exact, plan))
