@@ -307,9 +307,11 @@ size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype, bool fixed_
 
 void DescribeBackward(const Problem& problem, char* text, size_t size) {
   const BackwardInstantiation* found = Find(problem);
+  const int queries = SharingOf(problem.head_dim) == Sharing::kColumns
+                          ? kLongQueries
+                          : BlockQueries(problem.head_dim);
   std::snprintf(text, size, "%s backward, tiles of %d keys, blocks of %d queries",
-                found == nullptr ? "none" : found->name, TileKeys(problem.head_dim),
-                BlockQueries(problem.head_dim));
+                found == nullptr ? "none" : found->name, TileKeys(problem.head_dim), queries);
 }
 
 cudaError_t Backward(const BackwardParams& given, cudaStream_t stream) {
