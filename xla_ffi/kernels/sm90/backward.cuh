@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     RaiseRegisters<Traits::kConsumerRegisters>();
-    if constexpr (Traits::kTransposed) {
+    if constexpr (Traits::kLong) {
       LongConsumer<Traits>(params, shared).Work();
     } else if constexpr (!Traits::kPaired) {
       GradientConsumer<Traits>(params, shared).Work();
@@ -156,6 +156,13 @@ cudaError_t LaunchInOrder(const BackwardParams& backward, const BackwardKernelPa
           BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false, false, true>>(
           backward, documents, kDocumentBlocks, stream);
       if (error != cudaSuccess) return error;
+    }
+  }
+  if constexpr (TakesFewQueries(kHeadDim, kSoftCap)) {
+    if (params.q_len <= kFewQueries) {
+      return LaunchInstantiation<
+          BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false, false, false, true>>(
+          backward, params, blocks, stream);
     }
   }
   if constexpr (CutsWalks(kHeadDim, kSoftCap)) {

@@ -203,7 +203,7 @@ struct BlockConsumer {
         StorePair(place + 8 * 128, dq[i + 2] * factor, dq[i + 3] * factor);
       }
     }
-    if constexpr (!Traits::kTransposed) FenceAsyncProxy();
+    if constexpr (!Traits::kLong) FenceAsyncProxy();
     Release(&shared.dq_full[warpgroup]);
   }
 

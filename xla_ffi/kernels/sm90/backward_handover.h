@@ -54,7 +54,7 @@ struct GradientHandover : BlockConsumer<Traits> {
     }
     const uint32_t address = PlaceOfQueryGradient();
     BarrierWait(&shared.dq_empty[warpgroup], dout_ring.slot);
-    if constexpr (!Traits::kTransposed) NoteQueryGradient(slot, 0);
+    if constexpr (!Traits::kLong) NoteQueryGradient(slot, 0);
     PlaceQueryGradient(dq, address);
   }
 
@@ -88,7 +88,7 @@ struct GradientHandover : BlockConsumer<Traits> {
         StorePair(place, values[0] * factor, values[1] * factor);
         StorePair(place + 8 * 128, values[2] * factor, values[3] * factor);
       }
-      if constexpr (!Traits::kTransposed) FenceAsyncProxy();
+      if constexpr (!Traits::kLong) FenceAsyncProxy();
       Release(&shared.dq_full[warpgroup]);
     }
   }

@@ -1,6 +1,6 @@
 // The consumers of head dims 96 and 128, of all masks but short documents: the products of a block
-// of 80 queries one after another, while all else stands beside those that leave shared memory
-// room.
+// of 80 queries (64 in short calls) one after another, while all else stands beside those that
+// leave shared memory room.
 //
 //   S^T  = K Q^T, dP^T = V dO^T   both operands in shared memory: they leave nothing to others
 //   dV  += P^T dO, dK += dS^T Q   P^T and dS^T from registers; dS is shared beside dV
@@ -99,11 +99,12 @@ struct LongConsumer : GradientConsumer<Traits> {
     return slot;
   }
 
-  // P in s, dS in dp. Statistics of half of the queries at a time, as registers are few: those of
-  // the first before the products begin, beside which a load takes as long as they do.
+  // P in s, dS in dp. Statistics are read before the products begin, beside which a load takes as
+  // long as they do; of 80 queries those of half, as registers are few.
   __device__ __forceinline__ void MakeLogitGradients(float (&s)[kLogits], float (&dp)[kLogits]) {
-    float2 lse[kLogits / 8];
+    float2 lse[kLogits / 8], more_lse[kLogits / 8];
     LoadStats<0>(lse, shared.lse[ring.slot]);
+    if constexpr (!Traits::kTransposed) LoadStats<1>(more_lse, shared.lse[ring.slot]);
     BarrierWait(&shared.dout_full[dout_ring.slot], dout_ring.parity);
     WgmmaFence();
     const uint32_t first_row = warpgroup * 64 * Traits::kRowBytes;
@@ -116,8 +117,8 @@ struct LongConsumer : GradientConsumer<Traits> {
     WgmmaWait<1, 2>();
     PinRegisters(s);
     ToProbabilities<0>(s, lse, rows);
-    LoadStats<1>(lse, shared.lse[ring.slot]);
-    ToProbabilities<1>(s, lse, rows);
+    if constexpr (Traits::kTransposed) LoadStats<1>(more_lse, shared.lse[ring.slot]);
+    ToProbabilities<1>(s, more_lse, rows);
     float2 delta[kLogits / 8];
     LoadStats<0>(delta, shared.delta[dout_ring.slot]);
     WgmmaWait<0, 5>();

@@ -51,10 +51,17 @@ constexpr bool TakesDocuments(int head_dim, bool soft_cap) {
   return head_dim == 2 * kChunk && !soft_cap;
 }
 
+// Whether calls of few queries have an instantiation with shorter blocks, which reach less far past
+// the edges of their masks.
+constexpr int kFewQueries = 2048;
+constexpr bool TakesFewQueries(int head_dim, bool soft_cap) {
+  return TakesDocuments(head_dim, soft_cap);
+}
+
 // One instantiation. A tile has kBlockN keys of one kv head; its gradients stay in registers while
 // the tile walks the queries of all heads of the group, kBlockM at a time.
 template <typename ElementT, int kHeadDimT, int kVHeadDimT, bool kSoftCapT, bool kOrderedT,
-          bool kCutT = false, bool kDocumentsT = false>
+          bool kCutT = false, bool kDocumentsT = false, bool kShortT = false>
 struct BackwardTraits {
   using Element = ElementT;
   static constexpr int kHeadDim = kHeadDimT;       // of queries and keys
@@ -65,8 +72,10 @@ struct BackwardTraits {
   static constexpr bool kDocuments = kDocumentsT;  // items are documents
   static constexpr bool kTall = SharingOf(kHeadDim) == Sharing::kTall;
   static constexpr bool kPaired = SharingOf(kHeadDim) == Sharing::kPaired;
+  // Has an order of products of its own, see backward_long.h.
+  static constexpr bool kLong = SharingOf(kHeadDim) == Sharing::kColumns && !kDocuments;
   // dQ is made transposed, which takes other numbers of queries than multiples of 64.
-  static constexpr bool kTransposed = SharingOf(kHeadDim) == Sharing::kColumns && !kDocuments;
+  static constexpr bool kTransposed = kLong && !kShortT;
   static_assert(kPaired || kVHeadDim == kHeadDim);
 
   // dS is made with the scale in it, which spares a product for each element of dQ. float16 has not
@@ -117,7 +126,7 @@ struct BackwardTraits {
   static constexpr int kRestColumns = kPaired ? kHeadDim / 2 - kChunk : 0;  // of the second part
   // Notes to each warp that adds, in turns: with two, a block's is written before its place is
   // free.
-  static constexpr int kNoteTurns = kTransposed ? 2 : 1;
+  static constexpr int kNoteTurns = kLong ? 2 : 1;
   static constexpr int kGradientBox = 32;  // columns of float32 that fill 128 bytes
   static constexpr int kRoundedRows = 8;   // of documents, that the copy engine writes at a time
   // Documents hand over rounded rows, or sums in as many bytes, see backward_sums.h.

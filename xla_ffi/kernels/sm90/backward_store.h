@@ -46,7 +46,7 @@ __device__ void AddGradients(const BackwardKernelParams& params, const CUtensorM
     const CUtensorMap& map = to_queries ? dq_map : note.target == kToKeys ? dk_map : dv_map;
     if (lane == 0) {
       // In place of a fence of each consumer, whose way it would make longer.
-      if constexpr (Traits::kTransposed) FenceAsyncProxy();
+      if constexpr (Traits::kLong) FenceAsyncProxy();
 #pragma unroll
       for (int i = 0; i < Traits::kGradientColumns / Traits::kGradientBox; ++i) {
         const int offset = i * Traits::kGradientBox;
