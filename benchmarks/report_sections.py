@@ -36,7 +36,8 @@ def kernels(stored: dict) -> list[str]:
                 for r in rows
                 if r.get("ratio", 1.0) < 1.0
             ]
-    return [*lines, "", *losses("Peers that are ahead, with our share of their rate", behind)]
+    ahead = losses("Peers that are ahead, with our share of their rate", behind)
+    return [*lines, "", *ahead, *_refusals(stored["rows"])]
 
 
 def kernel_peers(stored: dict) -> list[str]:
@@ -73,19 +74,20 @@ def _each_pass(name: str, passes: list[str], rates: dict[str, dict]) -> str:
 def _refusals(rows: list[dict]) -> list[str]:
     """Who refused a mask: by name where there is no form of it, and with the message where it is another."""
     without: dict[str, list[str]] = {}
-    others: dict[str, None] = {}
+    others: dict[str, dict[str, None]] = {}
     for row in rows:
         for name, error in row["errors"].items():
             if error.endswith(f"has no form of {row['mask']}"):
                 if row["mask"] not in without.setdefault(name, []):
                     without[name].append(row["mask"])
             else:
-                others[f"{name}: {error}"] = None
+                others.setdefault(f"{name}: {error}", {})[f"{row['mask']} {row['length']}"] = None
     lines = []
     if without:
         each = [f"{name} of {', '.join(masks)}" for name, masks in without.items()]
         lines += ["", f"No form of a mask has: {'; '.join(each)}."]
-    return [*lines, *(["", *losses("Refused", list(others))] if others else [])]
+    each = [f"{error} ({', '.join(places)})" for error, places in others.items()]
+    return [*lines, *(["", *losses("Refused", each)] if each else [])]
 
 
 def _kernel_cell(row: dict | None, peers: list[str]) -> str:

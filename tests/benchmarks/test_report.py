@@ -166,7 +166,7 @@ def test_a_peers_cell_has_all_passes_and_refusals_are_named_once():
     lines = report_sections.kernel_peers({"rows": rows})
     assert "| window | 8192 | 600 / 600 | 500 / 500 | 550 / - |  |  |" in lines
     assert lines.count("No form of a mask has: sdpa of window.") == 1
-    assert lines.count("- flex: broke") == 1
+    assert lines.count("- flex: broke (window 8192)") == 1
 
 
 def test_the_page_begins_with_a_line_for_each_result(tmp_path):
