@@ -1,4 +1,4 @@
-// What a consumer warpgroup does with its 64 keys and a block of 64 queries, in whatever order:
+// What a consumer warpgroup does with its 64 keys and a block of queries, in whatever order:
 // products, statistics, masks, and handing on dQ.
 
 #ifndef MAGI_JAX_XLA_FFI_KERNELS_SM90_BACKWARD_BLOCK_H_
@@ -323,7 +323,8 @@ struct BlockConsumer {
   // Both consumers come here with the same blocks, where each makes S and dP of its own keys.
   __device__ __forceinline__ void CleanQueries(float (&p)[kLogits], const float (&dp)[kLogits]) {
     AwaitConsumers();  // S and dP are done
-                       // Rolled up: its addresses would take registers from the loop of blocks.
+
+    // Rolled up: its addresses would take registers from the loop of blocks.
 #pragma unroll 1
     for (int i = thread - 128; i < 2 * Traits::kChunks * kM; i += Traits::kConsumerThreads) {
       const int row = i % kM, part = i / kM;

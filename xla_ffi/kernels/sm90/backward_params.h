@@ -36,8 +36,8 @@ constexpr int BlockQueries(int head_dim) {
 }
 constexpr int TileKeys(int head_dim) { return SharingOf(head_dim) == Sharing::kPaired ? 64 : 128; }
 
-// What fits where both warpgroups' dQ is made transposed: blocks of kColumns but those of
-// documents.
+// What fits where dQ is made transposed: blocks of kColumns, but those of documents and short
+// calls.
 constexpr int kLongQueries = 80;
 
 // Whether tiles' walks may be cut into segments of queries: what a walk of 65536 reads of a head
