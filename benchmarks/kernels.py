@@ -1,4 +1,4 @@
-"""Times the kernels on a GPU beside cuDNN, tokamax, PyTorch's kernels and a matrix product.
+"""Times the kernels on a GPU beside cuDNN, FlashAttention, tokamax, PyTorch's and a matrix product.
 
     python benchmarks/kernels.py [--quick] [--lengths 8192 32768] [--head-dims 128 64] [--json FILE]
 
@@ -7,7 +7,8 @@ the gradients alone from saved residuals; both. TFLOP/s are those of the area of
 2.5 times that backward. Ours and the peers take turns, each with calls back to back for a while, so that the
 card is at the pace at which it can run them for good; programs of JAX, ours and peers alike, repeat short
 passes. Compare only figures of one run, best as the ratio to the best peer. `--quick` takes 8192 and 32768
-tokens at head dim 128 beside cuDNN alone.
+tokens at head dim 128 beside cuDNN alone. `pip install dew-flash-attn-cu13 "fa4-jax[cu13]"` brings the peers
+fa3_jax and fa4_jax; see ``flash_peers.py``.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--masks", nargs="+", help="names of masks; all by default")
     parser.add_argument("--passes", nargs="+", choices=list(FLOPS), default=list(FLOPS))
-    parser.add_argument("--peers", nargs="*", default=list(PEERS), help="torch_flex is one too")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), help="see peers.py")
     parser.add_argument("--implementations", nargs="+", default=["default"])
     parser.add_argument(
         "--lead-ms", type=float, default=100.0, help="calls before those of a figure"

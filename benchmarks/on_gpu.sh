@@ -71,9 +71,9 @@ scaling() {
 part() {
     case "$1" in
     tests) limited -m pytest -q -p no:cacheprovider $tests ;;
-    kernels) kernels kernels_gpu --head-dims 128 --peers cudnn $lengths ;;
+    kernels) kernels kernels_gpu --head-dims 128 --peers cudnn fa3_jax $lengths ;;
     kernels_64) kernels kernels_64_gpu --head-dims 64 --peers cudnn $lengths ;;
-    flash) kernels kernels_flash_gpu --head-dims 128 --peers cudnn fa3_jax fa4_jax $lengths ;;
+    flash) kernels kernels_flash_gpu --head-dims 128 --peers fa3_jax fa3 fa4_jax $peers ;;
     peers)
         kernels kernels_peers_gpu --head-dims 128 $peers \
             --peers cudnn tokamax torch_sdpa torch_varlen torch_flex
