@@ -107,6 +107,23 @@ def test_long_sequence(path):
 
 
 @paths
+@pytest.mark.parametrize("seed", range(6))
+def test_more_queries_than_a_short_call(path, seed):
+    """Hopper's backward walks them in blocks of 80, those of 2,048 and fewer in blocks of 64."""
+    rng = np.random.default_rng(seed)
+    q_len = (2079, 2080, 2081, 2479, 2050, 2100)[seed]
+    num_heads, num_kv_heads = [(1, 1), (6, 2), (8, 1)][seed % 3]
+    case = Case(
+        random_mask(rng, q_len, int(rng.integers(1, 400)), 20),
+        dtype=("bfloat16", "float16")[seed % 2],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        seed=seed,
+    )
+    check(run(path, case), expected(case), case.dtype)
+
+
+@paths
 def test_results_are_the_same_bits_in_every_run(path):
     case = Case(masks.varlen([300, 723], causal=True), num_heads=16, num_kv_heads=2)
     first = run(path, case)
@@ -214,15 +231,19 @@ def test_accumulates_tiles_and_gradients(path):
 
 @paths
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(64, 64), (128, 128), (256, 256)])
-def test_hidden_rows_do_not_leak(path, bad, head_dim, v_head_dim):
+@pytest.mark.parametrize(
+    ("first", "head_dim", "v_head_dim"),
+    [(90, 64, 64), (90, 128, 128), (90, 256, 256), (2010, 128, 128)],
+)
+def test_hidden_rows_do_not_leak(path, bad, first, head_dim, v_head_dim):
     """Rows of one document hold NaN or inf; the others share tiles with it and must not notice."""
-    case = Case(masks.varlen([90, 75, 160], causal=True), head_dim=head_dim, v_head_dim=v_head_dim)
+    mask = masks.varlen([first, 75, 160], causal=True)
+    case = Case(mask, head_dim=head_dim, v_head_dim=v_head_dim)
     clean = expected(case)
     q, k, v, dout, dlse = case.operands()
-    spoiled = [x.at[90:165].set(bad) for x in (q, k, v, dout)]
+    spoiled = [x.at[first : first + 75].set(bad) for x in (q, k, v, dout)]
     got = run(path, case, (*spoiled, dlse))
-    rows = np.r_[0:90, 165:325]
+    rows = np.r_[0:first, first + 75 : first + 235]
     for name, value in got.items():
         error = np.linalg.norm(value[rows] - clean[name][rows])
         assert error < 6e-3 * np.linalg.norm(clean[name][rows]), name

@@ -56,7 +56,7 @@ KernelChoice ChooseBackward(const std::string& path, const Problem& problem, DTy
     const char* reason = sm90::RefuseBackward(params);
     if (reason != nullptr) return Refused(reason);
     char text[256];
-    sm90::DescribeBackward(problem, text, sizeof(text));
+    sm90::DescribeBackward(problem, ordered, text, sizeof(text));
     return {text + std::string(ordered ? ", in a fixed order of sums" : ""), "",
             sm90::BackwardScratchBytes(problem, dkv_dtype, ordered, rounds_dq)};
   }

@@ -305,9 +305,11 @@ size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype, bool fixed_
   return LayOutScratch(problem, dkv_dtype, fixed_order, rounds_dq).end;
 }
 
-void DescribeBackward(const Problem& problem, char* text, size_t size) {
+void DescribeBackward(const Problem& problem, bool fixed_order, char* text, size_t size) {
   const BackwardInstantiation* found = Find(problem);
-  const int queries = SharingOf(problem.head_dim) == Sharing::kColumns
+  const bool few = TakesFewQueries(problem.head_dim, problem.logits_soft_cap != 0.0f) &&
+                   !fixed_order && problem.q_len <= kFewQueries;
+  const int queries = SharingOf(problem.head_dim) == Sharing::kColumns && !few
                           ? kLongQueries
                           : BlockQueries(problem.head_dim);
   std::snprintf(text, size, "%s backward, tiles of %d keys, blocks of %d queries",

@@ -35,7 +35,7 @@ size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype, bool fixed_
                             bool rounds_dq = false);
 
 // What runs for this problem. Writes at most `size` bytes.
-void DescribeBackward(const Problem& problem, char* text, size_t size);
+void DescribeBackward(const Problem& problem, bool fixed_order, char* text, size_t size);
 
 // Enqueues at most one memset node and five kernels on `stream` of the current device; no host
 // synchronisation, no allocation. The problem must not be refused. Returns the launch error, if

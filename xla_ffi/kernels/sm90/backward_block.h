@@ -323,8 +323,7 @@ struct BlockConsumer {
   // Both consumers come here with the same blocks, where each makes S and dP of its own keys.
   __device__ __forceinline__ void CleanQueries(float (&p)[kLogits], const float (&dp)[kLogits]) {
     AwaitConsumers();  // S and dP are done
-
-    // Rolled up: its addresses would take registers from the loop of blocks.
+    // The next loop stays rolled up: its addresses would take registers from the loop of blocks.
 #pragma unroll 1
     for (int i = thread - 128; i < 2 * Traits::kChunks * kM; i += Traits::kConsumerThreads) {
       const int row = i % kM, part = i / kM;
