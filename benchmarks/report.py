@@ -40,10 +40,10 @@ HEADER = """# Results
 at the end), the commit and the command of its figures, and lists where others are ahead. On GPUs the figures
 are of one H200, or of two where a section says so; nothing here ran on more, and what is said of 8 to 64
 ranks is simulated from kernels that were timed on one. Compare figures of one table, not of two: cards
-differ, and so does their pace. Figures of a CPU are from a machine that other work kept busy. FlashAttention
-3 and 4 can be called from JAX by packages of others (`dew-flash-attn-cu13`, `fa4-jax`); a section compares
-with them on one card. The kernels of MagiAttention cannot: [Kernel notes](kernel_notes.md) compares with
-their figures on another such card.
+differ, and so does their pace. Kernels of a CPU ran alone on theirs, its other figures beside other work.
+FlashAttention 3 and 4 can be called from JAX by packages of others (`dew-flash-attn-cu13`, `fa4-jax`); a
+section compares with them on one card. The kernels of MagiAttention cannot: [Kernel notes](kernel_notes.md)
+compares with their figures on another such card.
 
 To run all of it again on a machine with GPUs: `sh benchmarks/on_gpu.sh` for one GPU, `sh
 benchmarks/on_node.sh` for several. TFLOP/s are those of the mask's area everywhere: 4 * area * heads * head
