@@ -84,13 +84,13 @@ struct ScratchLayout {
   size_t progress, turns, tile_order, first_queries, end;
 };
 
-bool TakesDocuments(const Problem& problem) {
-  return sm90::TakesDocuments(problem.head_dim, problem.logits_soft_cap != 0.0f);
+bool TakesDocuments(const Problem& problem, bool fixed_order, bool rounds_dq) {
+  return sm90::TakesDocuments(problem.head_dim, problem.logits_soft_cap != 0.0f) && !fixed_order &&
+         rounds_dq;
 }
 
 bool MayBeDocuments(const Problem& problem, bool fixed_order, bool rounds_dq) {
-  return TakesDocuments(problem) && !fixed_order && rounds_dq &&
-         problem.num_slices <= kMostDocuments &&
+  return TakesDocuments(problem, fixed_order, rounds_dq) && problem.num_slices <= kMostDocuments &&
          problem.num_slices * int64_t{problem.num_heads} >= kDocumentsPerSm * kDocumentBlocks &&
          problem.q_len / problem.num_slices <= kLongestMeanDocument;
 }
@@ -117,8 +117,8 @@ ScratchLayout LayOutScratch(const Problem& problem, DType dkv_dtype, bool fixed_
   const int segment = SegmentQueries(problem, fixed_order);
   const size_t segments = (problem.q_len + segment - 1) / segment;
   // Documents may have more tiles than the keys, since each may end with a part of one.
-  const bool documents = TakesDocuments(problem) && rounds_dq && !fixed_order;
-  const int most_documents = documents ? std::min(problem.q_len, kMostDocuments) : 0;
+  const int most_documents =
+      TakesDocuments(problem, fixed_order, rounds_dq) ? std::min(problem.q_len, kMostDocuments) : 0;
   const size_t tiles =
       std::max<size_t>(segments * NumTiles(problem), NumTiles(problem) + most_documents);
   at.parts = at.items + align(tiles * group * sizeof(WorkItem));

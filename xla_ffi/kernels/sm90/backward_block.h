@@ -114,6 +114,21 @@ struct BlockConsumer {
     }
   }
 
+  // dP to dS in its place; `delta` comes with its first half.
+  __device__ __forceinline__ void ToLogitGradients(const float (&p)[kLogits],
+                                                   float2 (&delta)[kLogits / 8],
+                                                   const RowMask<kLogits / 2> (&rows)[2],
+                                                   float (&dp)[kLogits]) {
+    TimesDifference<0>(p, delta, dp);
+    LoadStats<1>(delta, shared.delta[dout_ring.slot]);
+    TimesDifference<1>(p, delta, dp);
+    if constexpr (Traits::kSoftCap) ScaleByCap(p, dp);
+    // Else dS of a hidden cell is 0 because its probability is.
+    if (__builtin_expect(
+            flags & kSuspectBlock || (flags & kMaskedBlock && spoiled & kSpoiledValues), false))
+      Hide(dp, rows);
+  }
+
   // --- products; each function commits its own group ---
 
   // 64 rows of `left` [keys, kDepth] times `right` [kBlockM, kDepth], transposed.
@@ -366,9 +381,8 @@ struct BlockConsumer {
   using Base::PlaceOfQueryGradient; \
   using Base::PlaceQueryGradient;   \
   using Base::Release;              \
-  using Base::ScaleByCap;           \
   using Base::StoreLogitGradients;  \
-  using Base::TimesDifference;      \
+  using Base::ToLogitGradients;     \
   using Base::ToProbabilities
 
 }  // namespace magi_jax::sm90

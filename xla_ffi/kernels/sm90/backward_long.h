@@ -127,14 +127,7 @@ struct LongConsumer : GradientConsumer<Traits> {
       Base::CleanQueries(s, dp);
       Hide(s, rows);
     }
-    TimesDifference<0>(s, delta, dp);
-    LoadStats<1>(delta, shared.delta[dout_ring.slot]);
-    TimesDifference<1>(s, delta, dp);
-    if constexpr (Traits::kSoftCap) ScaleByCap(s, dp);
-    // Else dS of a hidden cell is 0 because its probability is.
-    if (__builtin_expect(
-            flags & kSuspectBlock || (flags & kMaskedBlock && spoiled & kSpoiledValues), false))
-      Hide(dp, rows);
+    ToLogitGradients(s, delta, rows, dp);
   }
 };
 

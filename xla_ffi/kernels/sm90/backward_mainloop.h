@@ -205,14 +205,7 @@ struct GradientConsumer : GradientHandover<Traits> {
     LoadStats<0>(delta, shared.delta[dout_ring.slot]);
     WgmmaWait<Traits::kTall ? 0 : 1, 5>();
     PinRegisters(dp);
-    TimesDifference<0>(s, delta, dp);
-    LoadStats<1>(delta, shared.delta[dout_ring.slot]);
-    TimesDifference<1>(s, delta, dp);
-    if constexpr (Traits::kSoftCap) ScaleByCap(s, dp);
-    // Else dS of a hidden cell is 0 because its probability is.
-    if (__builtin_expect(
-            flags & kSuspectBlock || (flags & kMaskedBlock && spoiled & kSpoiledValues), false))
-      Hide(dp, rows);
+    ToLogitGradients(s, delta, rows, dp);
     if constexpr (Traits::kTall) {
       StartValues(s, p);
       PackProbabilities<Element>(dp, ds);
