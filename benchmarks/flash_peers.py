@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from kernel_peers import WINDOW, Case, Passes, jax_passes
 
 EVERY_KEY = (-1, -1)
@@ -23,10 +22,10 @@ def fa3(case: Case) -> Passes:
     import torch
 
     _refuse_blocks(case)
-    options = {"causal": case.kind in ("causal", "varlen_causal"), "window_size": _window(case)}
+    options = {"causal": case.is_causal, "window_size": _window(case)}
     if not case.kind.startswith("varlen"):
         return recorded_passes(functools.partial(library.flash_attn_func, **options), case)
-    offsets = torch.tensor(_edges(case), dtype=torch.int32, device="cuda")
+    offsets = torch.tensor(case.edges, dtype=torch.int32, device="cuda")
     longest = int(case.lengths.max())
 
     def call(q, k, v):
@@ -44,7 +43,7 @@ def fa3_jax(case: Case) -> Passes:
     import dew_flash_attn as library
 
     _refuse_blocks(case)
-    options = {"is_causal": case.kind in ("causal", "varlen_causal"), "window_size": _window(case)}
+    options = {"is_causal": case.is_causal, "window_size": _window(case)}
     if not case.kind.startswith("varlen"):
 
         def call(q, k, v):
@@ -56,7 +55,7 @@ def fa3_jax(case: Case) -> Passes:
     def packed(q, k, v, offsets):
         return library.flash_mha_varlen(q, k, v, offsets, longest, **options)
 
-    return jax_passes(packed, case, jnp.asarray(_edges(case), jnp.int32))
+    return jax_passes(packed, case, jnp.asarray(case.edges, jnp.int32))
 
 
 def fa4_jax(case: Case) -> Passes:
@@ -64,20 +63,19 @@ def fa4_jax(case: Case) -> Passes:
     import fa4_jax as library
 
     _refuse_blocks(case)
-    causal = case.kind in ("causal", "varlen_causal")
     if not case.kind.startswith("varlen"):
         window = _window(case) if case.kind == "window" else None
 
         def call(q, k, v):
             rows = (q[None], k[None], v[None])
-            return library.flash_attn(*rows, causal=causal, window_size=window)[0]
+            return library.flash_attn(*rows, causal=case.is_causal, window_size=window)[0]
 
         return jax_passes(call, case)
 
     def packed(q, k, v, offsets):
-        return library.flash_attn_varlen(q, k, v, offsets, offsets, causal=causal)
+        return library.flash_attn_varlen(q, k, v, offsets, offsets, causal=case.is_causal)
 
-    return jax_passes(packed, case, jnp.asarray(_edges(case), jnp.int32))
+    return jax_passes(packed, case, jnp.asarray(case.edges, jnp.int32))
 
 
 def recorded_passes(call: Callable, case: Case) -> Passes:
@@ -144,10 +142,6 @@ def _heads_first(result: Any) -> Any:
 
 def _window(case: Case) -> tuple[int, int]:
     return (WINDOW - 1, 0) if case.kind == "window" else EVERY_KEY
-
-
-def _edges(case: Case) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(case.lengths)])
 
 
 def _refuse_blocks(case: Case) -> None:

@@ -34,6 +34,16 @@ class Case(NamedTuple):
     operands: tuple[jax.Array, ...]
     repeats: int = 1
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether each query sees its document up to itself."""
+        return self.kind in ("causal", "varlen_causal")
+
+    @property
+    def edges(self) -> np.ndarray:
+        """Where documents begin, and the last one ends."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
 
 class Passes(NamedTuple):
     """Calls that issue one pass each, and how to wait for what they return.
@@ -149,7 +159,7 @@ def cudnn(case: Case) -> Passes:
         )
     kind = fused.MaskType.PADDING if case.kind == "varlen_full" else fused.MaskType.PADDING_CAUSAL
     lengths = jnp.asarray(case.lengths, jnp.int32)[None]
-    offsets = jnp.asarray(np.concatenate([[0], np.cumsum(case.lengths)]), jnp.int32)[None]
+    offsets = jnp.asarray(case.edges, jnp.int32)[None]
     scale = float(case.operands[0].shape[-1]) ** -0.5
 
     def packed(q, k, v, lengths, offsets):
@@ -210,8 +220,7 @@ def torch_varlen(case: Case) -> Passes:
 
     if case.kind not in ("varlen_full", "varlen_causal"):
         raise NotImplementedError(f"varlen_attn has no form of {case.kind}")
-    edges = np.concatenate([[0], np.cumsum(case.lengths)])
-    offsets = torch.tensor(edges, dtype=torch.int32, device="cuda")
+    offsets = torch.tensor(case.edges, dtype=torch.int32, device="cuda")
     longest = int(case.lengths.max())
     window = (-1, 0) if case.kind == "varlen_causal" else (-1, -1)
 
@@ -233,12 +242,11 @@ def torch_flex(case: Case) -> Passes:
     torch._functorch.config.donated_buffer = False  # the backward pass is called again and again
     length = case.operands[0].shape[0]
     document = torch.tensor(np.repeat(np.arange(len(case.lengths)), case.lengths), device="cuda")
-    edges = np.concatenate([[0], np.cumsum(case.lengths)[:-1]])
-    start = torch.tensor(np.repeat(edges, case.lengths), device="cuda")
+    start = torch.tensor(np.repeat(case.edges[:-1], case.lengths), device="cuda")
 
     def visible(b, h, q, k):
         same = document[q] == document[k]
-        if case.kind in ("causal", "varlen_causal"):
+        if case.is_causal:
             return same & (k <= q)
         if case.kind == "window":
             return (k <= q) & (q - k < WINDOW)
