@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import jax
 
-from magi_jax.masks import AttnMask
+from magi_jax.masks.attn_mask import MASKS_COME_FROM, AttnMask
 from magi_jax.ops import flex_flash_attention
 from magi_jax.parallel import dist_attention
 from magi_jax.parallel.operands import check_plan
@@ -51,9 +51,14 @@ def attention_fn(
     """
     if isinstance(plan, (AttnMask, SliceTable)):
         _check_arguments(flex_flash_attention, arguments)
-    else:
+    elif isinstance(plan, (AttentionPlan, list, tuple)):
         _check_arguments(dist_attention, arguments)
         check_plan(plan)
+    else:
+        raise TypeError(
+            "plan must be an AttentionPlan, an AttnMask or a SliceTable, got"
+            f" {type(plan).__name__}; {MASKS_COME_FROM}"
+        )
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, **more: Any) -> jax.Array:
         given = arguments | more

@@ -133,6 +133,9 @@ class DecoderConfig:
             ``P(("dp", "fsdp"), "cp", None)``. Where weights are sharded over an axis of the batch, as
             with fsdp, say it: XLA may otherwise gather the batch instead of the weights.
         dtype: dtype of the computation, None for that of the parameters, which are float32.
+
+    Raises:
+        ValueError: a size below 1, or an odd head_dim.
     """
 
     vocab_size: int
@@ -146,6 +149,14 @@ class DecoderConfig:
     sinks: bool = False
     activations: PartitionSpec | None = None
     dtype: jnp.dtype | None = None
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "features", "num_heads", "num_kv_heads", "head_dim", "hidden")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.head_dim % 2:
+            raise ValueError(f"rotary embeddings pair up an even head_dim, got {self.head_dim}")
 
     def keep(self, x: jax.Array) -> jax.Array:
         """``x`` in the sharding of ``activations``."""
@@ -188,6 +199,20 @@ def _as_rows_of(tokens: jax.Array) -> PartitionSpec | None:
     return PartitionSpec(*spec, None) if any(spec) else None
 
 
+def _in_turn(attends: Attend | Sequence[Attend], num_layers: int) -> Sequence[Attend]:
+    """The attention functions of the first blocks, which those behind them repeat."""
+    in_turn = attends if isinstance(attends, (list, tuple)) else (attends,)
+    for attend in in_turn:
+        if not callable(attend):
+            raise TypeError(
+                "attends must be a function (query, key, value) -> out, such as attention_fn(plan) makes,"
+                f" or a sequence of them; got {type(attend).__name__}"
+            )
+    if len(in_turn) > max(num_layers, 1) or (num_layers and not in_turn):
+        raise ValueError(f"{len(in_turn)} attention functions for {num_layers} blocks")
+    return in_turn
+
+
 class Decoder(nnx.Module):
     """A language model of `DecoderBlock`s; each block is given its own attention."""
 
@@ -214,8 +239,12 @@ class Decoder(nnx.Module):
 
         Returns:
             ``[*B, T, vocab_size]`` float32.
+
+        Raises:
+            TypeError: ``attends`` is neither a function nor a sequence of them.
+            ValueError: it has none, or more of them than there are blocks.
         """
-        in_turn = (attends,) if callable(attends) else attends
+        in_turn = _in_turn(attends, len(self.blocks))
         table = self.embed.embedding[...]
         x = table.at[tokens].get(mode="fill", out_sharding=_as_rows_of(tokens))
         x = self.config.keep(x if self.config.dtype is None else x.astype(self.config.dtype))

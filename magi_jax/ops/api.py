@@ -187,6 +187,7 @@ def _table(mask: Mask) -> SliceTable:
     if isinstance(mask, AttnMask):
         return slice_table(mask)
     if isinstance(mask, SliceTable):
+        base.check_single(mask)
         return mask
     if callable(mask):
         instead = (

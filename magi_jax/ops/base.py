@@ -175,13 +175,19 @@ def check_operands(q: jax.Array, k: jax.Array, v: jax.Array, table: SliceTable) 
     check_table(table, q.shape, k.shape)
 
 
-def check_table(table: SliceTable, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
-    """Refuses a table that was made for other rows, or that still has a leading axis."""
+def check_single(table: SliceTable) -> None:
+    """Refuses a table with a leading axis, of ranks or of sequences."""
     if table.slices.ndim != 2:
         raise ValueError(
-            "a slice table must be that of one rank, slices [A, 6]; got slices of shape"
-            f" {table.slices.shape} (take its part with table.local(rank, cp_size))"
+            "a slice table must be that of one rank and one mask, slices [A, 6]; got slices of shape"
+            f" {table.slices.shape} (a rank's part is table.local(rank, cp_size); where each sequence has"
+            " a table of its own, jax.vmap the call over arrays and tables)"
         )
+
+
+def check_table(table: SliceTable, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
+    """Refuses a table that was made for other rows, or that still has a leading axis."""
+    check_single(table)
     rows = (table.q_len, table.k_len)
     if rows != (q_shape[0], k_shape[0]):
         raise ValueError(

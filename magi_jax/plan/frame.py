@@ -5,7 +5,7 @@ from typing import NamedTuple
 from magi_jax.masks import AttnMask
 from magi_jax.plan.spec import PlanSpec
 
-DOES_NOT_FIT = "the plan does not fit the given spec"
+DOES_NOT_FIT = "the mask does not fit the given spec"
 
 
 class Frame(NamedTuple):
@@ -58,5 +58,5 @@ def check_cross_mask(mask: AttnMask, q_len: int, k_len: int) -> None:
 
 
 def does_not_fit(problem: str) -> ValueError:
-    """The error of a plan that is larger than the spec it was to be laid out in."""
+    """The error of a mask whose plan or table is larger than the spec it was to be laid out in."""
     return ValueError(f"{DOES_NOT_FIT}: {problem}")

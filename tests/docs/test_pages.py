@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from jax._src import core, custom_derivatives, ffi, pjit, sharding_impls
-from jax._src.export import _export
+from jax._src.export import _export, serialization
 from jax._src.lax import slicing
 
 from magi_jax.explain import parse_mask
@@ -106,7 +106,7 @@ def _messages():
             self.found.append(str(node.value))
 
     texts = Texts()
-    of_jax = (ffi, core, custom_derivatives, _export, pjit, sharding_impls, slicing)
+    of_jax = (ffi, core, custom_derivatives, _export, serialization, pjit, sharding_impls, slicing)
     jax_sources = [Path(part.__file__) for part in of_jax]
     for path in [*(ROOT / "magi_jax").rglob("*.py"), *jax_sources]:
         texts.visit(ast.parse(path.read_text()))

@@ -101,7 +101,11 @@ def test_what_it_cannot_do_is_refused(asked, match):
 @pytest.mark.parametrize(
     ("plan", "arguments", "match"),
     [
-        (MASK.dense(), {}, "plan must be an AttentionPlan .* got ndarray"),
+        (
+            MASK.dense(),
+            {},
+            "plan must be an AttentionPlan, an AttnMask or a SliceTable, got ndarray",
+        ),
         (MASK, {"options": OVER_DP}, "flex_flash_attention, which takes no options$"),
         (PLAN, {"batch_axes": "dp"}, r"takes no batch_axes; .* options=DistOptions\(...\)"),
     ],

@@ -119,6 +119,31 @@ def test_blocks_take_the_attentions_in_turn():
     assert called == list("ababa")
 
 
+@pytest.mark.parametrize(
+    ("attends", "error", "match"),
+    [
+        (
+            mj.masks.causal(3),
+            TypeError,
+            r"attends must be a function .*attention_fn.* got AttnMask",
+        ),
+        ([lambda q, k, v: q, None], TypeError, "or a sequence of them; got NoneType"),
+        ([], ValueError, "0 attention functions for 2 blocks"),
+        ([lambda q, k, v: q] * 3, ValueError, "3 attention functions for 2 blocks"),
+    ],
+)
+def test_attentions_that_are_none_are_refused(attends, error, match):
+    with pytest.raises(error, match=match):
+        Decoder(CONFIG, rngs=nnx.Rngs(0))(jnp.zeros(3, jnp.int32), jnp.arange(3), attends)
+
+
+def test_sizes_that_make_no_decoder_are_refused():
+    with pytest.raises(ValueError, match="features must be at least 1, got 0"):
+        dataclasses.replace(CONFIG, features=0)
+    with pytest.raises(ValueError, match="even head_dim, got 7"):
+        dataclasses.replace(CONFIG, head_dim=7)
+
+
 def test_gradients_of_a_token_s_many_places_are_summed_in_float32(rng):
     """In bfloat16 the sum of thousands of rows would depend on their order, and so on the dispatch."""
     config = dataclasses.replace(CONFIG, num_layers=0, dtype=jnp.bfloat16)

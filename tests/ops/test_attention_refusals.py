@@ -64,6 +64,14 @@ def test_tables_of_several_ranks_are_refused():
         attend(mask=table)
 
 
+def test_a_table_for_each_sequence_is_refused_with_the_way_to_do_it():
+    x = zeros(2, 8, 2, 4)
+    tables = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), slice_table(MASK))
+    with pytest.raises(ValueError, match=r"jax\.vmap the call over arrays and tables"):
+        attend(x, x, x, mask=tables)
+    assert jax.vmap(attend)(x, x, x, tables).shape == x.shape
+
+
 def test_reference_stops_before_memory_does():
     size = 40_000
     x = jax.ShapeDtypeStruct((size, 1, 8), jnp.float32)
