@@ -158,7 +158,7 @@ endif()
 
 # --- Group collectives: small kernels, for every architecture.
 
-foreach(stem cast own_rows push reduce)
+foreach(stem cast own_rows push reduce_lse reduce_sum)
   add_cuda_object(comm_${stem} "${CMAKE_CURRENT_SOURCE_DIR}/xla_ffi/comm/${stem}.cu" ${architectures})
 endforeach()
 

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-KERNELS = ("cast.cu", "own_rows.cu", "push.cu", "reduce.cu")
+KERNELS = ("cast.cu", "own_rows.cu", "push.cu", "reduce_lse.cu", "reduce_sum.cu")
 SOURCES = (*KERNELS, "pool.cc", "pool_calls.cc", "pool_failure.cc")
 
 

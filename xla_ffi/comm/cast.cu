@@ -146,7 +146,8 @@ cudaError_t LoadKernels(bool stream) {
   if (cudaError_t error = LoadKernel(CastKernel, stream)) return error;
   if (cudaError_t error = LoadOwnRowsKernel()) return error;
   if (cudaError_t error = LoadPushKernel(stream)) return error;
-  return LoadReduceKernels(stream);
+  if (cudaError_t error = LoadReduceSumKernels(stream)) return error;
+  return LoadReduceLseKernel();
 }
 
 cudaError_t LoadKernel(CallKernel kernel, bool stream) {

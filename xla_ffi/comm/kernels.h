@@ -38,7 +38,8 @@ cudaError_t CanStreamRows(int device, bool* can);
 cudaError_t LoadKernels(bool stream);
 cudaError_t LoadOwnRowsKernel();
 cudaError_t LoadPushKernel(bool stream);
-cudaError_t LoadReduceKernels(bool stream);
+cudaError_t LoadReduceSumKernels(bool stream);
+cudaError_t LoadReduceLseKernel();
 
 using CallKernel = void (*)(Meeting, Move);
 
