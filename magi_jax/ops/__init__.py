@@ -1,7 +1,7 @@
 """Attention on one device."""
 
 from magi_jax.ops.api import CONTEXT_NAME, flex_flash_attention
-from magi_jax.ops.base import Implementation
+from magi_jax.ops.base import BackwardOperands, Implementation
 from magi_jax.ops.block_sparse import block_sparse_table
 from magi_jax.ops.dot_product import dot_product_attention
 from magi_jax.ops.ffi import build_info
@@ -10,6 +10,7 @@ from magi_jax.ops.lse import add_sinks, merge, sinks_gradient
 
 __all__ = [
     "CONTEXT_NAME",
+    "BackwardOperands",
     "Implementation",
     "add_sinks",
     "block_sparse_table",

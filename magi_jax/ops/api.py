@@ -13,8 +13,8 @@ from jax.typing import ArrayLike
 
 from magi_jax import masks, mesh
 from magi_jax.masks.attn_mask import MASKS_COME_FROM, AttnMask
-from magi_jax.ops import base
-from magi_jax.ops.base import Implementation
+from magi_jax.ops import checks
+from magi_jax.ops.base import BackwardOperands, Implementation
 from magi_jax.ops.head_groups import by_head_groups
 from magi_jax.ops.implementations import get_implementation, platform_of
 from magi_jax.ops.lse import add_sinks, max_of_rows, sinks_gradient
@@ -68,9 +68,8 @@ def _attention_backward(call, residuals, cotangents):
     dout, dlse, _ = cotangents  # the largest logits have no derivative
     # The derivative of lse by a logit is its softmax weight, so dlse joins the term of normalisation.
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
-    dq, dk, dv = call.implementation.backward(
-        dout.astype(q.dtype), q, k, v, lse, delta, table, dq_dtype=q.dtype, **call.options
-    )
+    operands = BackwardOperands(dout.astype(q.dtype), q, k, v, lse, delta)
+    dq, dk, dv = call.implementation.backward(operands, table, dq_dtype=q.dtype, **call.options)
     dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta).astype(sinks.dtype)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None
 
@@ -179,7 +178,7 @@ def _attend(call: _Call, q, k, v, sinks, mask) -> tuple[jax.Array, jax.Array, ja
 
 
 def _checked_attention(call, q, k, v, sinks, table):
-    base.check_operands(q, k, v, table)
+    checks.check_operands(q, k, v, table)
     return _attention(call, q, k, v, sinks, table)
 
 
@@ -187,7 +186,7 @@ def _table(mask: Mask) -> SliceTable:
     if isinstance(mask, AttnMask):
         return slice_table(mask)
     if isinstance(mask, SliceTable):
-        base.check_single(mask)
+        checks.check_single(mask)
         return mask
     if callable(mask):
         instead = (
@@ -242,7 +241,7 @@ def settled_logits(
         cap = _known("logits_soft_cap", logits_soft_cap, "make it a static argument")
         if not (math.isfinite(cap) and cap > 0):
             raise ValueError(f"logits_soft_cap must be positive, or None; got {cap}")
-    base.check_options(scale, cap)
+    checks.check_options(scale, cap)
     return scale, cap
 
 

@@ -30,5 +30,5 @@ class CpuImplementation(base.Implementation):
             _KERNEL, tensors, table, out_dtype, accumulate, with_row_max, **options
         )
 
-    def _backward(self, tensors, table, options, dtypes, accumulate):
-        return ffa_calls.backward(_KERNEL, tensors, table, dtypes, accumulate, **options)
+    def _backward(self, operands, table, options, dtypes, accumulate):
+        return ffa_calls.backward(_KERNEL, operands, table, dtypes, accumulate, **options)

@@ -70,12 +70,12 @@ class CudaImplementation(base.Implementation):
             kernel, tensors, table, out_dtype, accumulate, with_row_max, **options
         )
 
-    def _backward(self, tensors, table, options, dtypes, accumulate):
-        _, q, k, v, _, _ = tensors
+    def _backward(self, operands, table, options, dtypes, accumulate):
+        _, q, k, v, _, _ = operands
         dq_dtype, dkv_dtype = dtypes
         case = (q, k, v, table, dkv_dtype, options["logits_soft_cap"])
         kernel, _ = self._choose("backward", *case, dq_dtype != jnp.float32)
-        return ffa_calls.backward(kernel, tensors, table, dtypes, accumulate, **options)
+        return ffa_calls.backward(kernel, operands, table, dtypes, accumulate, **options)
 
     def backward_items(
         self, *tensors: jax.Array, table: SliceTable, dq_dtype: Any, **options: float

@@ -58,13 +58,13 @@ def forward(
 
 def backward(
     kernel: Kernel,
-    tensors: tuple[jax.Array, ...],
+    tensors: base.BackwardOperands,
     table: SliceTable,
     dtypes: tuple[Any, Any],
     accumulate: jax.Array | None,
     **options: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Calls a backward target with ``dout, q, k, v, lse, delta``; see `Implementation.backward`.
+    """Calls a backward target; see `Implementation.backward`.
 
     ``dtypes`` are those of dq, and of dk and dv.
     """

@@ -59,8 +59,8 @@ class ReferenceImplementation(base.Implementation):
             return results
         return *results, jnp.max(masked, axis=-1, initial=-jnp.inf).T
 
-    def _backward(self, tensors, table, options, dtypes, accumulate):
-        dout, q, k, v, lse, delta = tensors
+    def _backward(self, operands, table, options, dtypes, accumulate):
+        dout, q, k, v, lse, delta = operands
         dq_dtype, dkv_dtype = dtypes
         scale, logits_soft_cap = options["scale"], options["logits_soft_cap"]
         _check_size(q, k)

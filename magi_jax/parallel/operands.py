@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from magi_jax.ops.base import heads_first
+from magi_jax.ops.checks import heads_first
 from magi_jax.parallel.region import AxisNames, Region, as_tuple, check_axes, explicit_entries
 from magi_jax.parallel.stages import Operands
 from magi_jax.plan import AttentionPlan

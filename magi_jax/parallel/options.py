@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from magi_jax.comm import Transport
 from magi_jax.ops import Implementation
-from magi_jax.ops.base import SUPPORTED_DTYPES
+from magi_jax.ops.checks import SUPPORTED_DTYPES
 from magi_jax.parallel.region import AxisNames
 
 

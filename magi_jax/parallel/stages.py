@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from magi_jax.comm import Transport
-from magi_jax.ops import Implementation, add_sinks, sinks_gradient
+from magi_jax.ops import BackwardOperands, Implementation, add_sinks, sinks_gradient
 from magi_jax.ops.lse import max_of_rows
 from magi_jax.parallel.late import Late
 from magi_jax.parallel.overlap import after, barrier, behind
@@ -172,7 +172,8 @@ class Stages:
         (dout, q, lse, delta), (k, v) = rows, keys_values
         options = {"dkv_dtype": dkv_dtype, "dq_dtype": dq_dtype, "accumulate": dq}
         options |= self._kernel_options()
-        return self.implementation.backward(dout, q, k, v, lse, delta, table, **options)
+        operands = BackwardOperands(dout, q, k, v, lse, delta)
+        return self.implementation.backward(operands, table, **options)
 
     def _own_gradients(self, rows, keys_values, table, dkv_dtype, dq, travel, visitors):
         """Adds to dQ what own keys give; also their dK and dV, and dQ of queries that travelled."""

@@ -9,7 +9,7 @@ import numpy as np
 from fuzz_single import FRAMES, GPU_FRAMES, SingleDevice
 
 from magi_jax.masks import AttnMask
-from magi_jax.ops import get_implementation
+from magi_jax.ops import BackwardOperands, get_implementation
 from magi_jax.plan.slice_table import build_table, slice_table
 from magi_jax.testing.hostile_values import Answer, check_answer
 
@@ -48,11 +48,10 @@ def compute(tensors, dlse, tables, *, implementation, parts: Parts, cap: float):
     partial = chosen.forward(q, k, v, tables[0], out_dtype=out_dtype, **options)
     out, lse = chosen.forward(q, k, v, tables[1], accumulate=partial, **options)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
+    operands = BackwardOperands(dout, q, k, v, lse, delta)
     dq, keys = None, []
     for table in tables:
-        dq, *dkv = chosen.backward(
-            dout, q, k, v, lse, delta, table, accumulate=dq, dkv_dtype=jnp.float32, **options
-        )
+        dq, *dkv = chosen.backward(operands, table, accumulate=dq, dkv_dtype=jnp.float32, **options)
         keys.append(dkv)
     return Answer(out, lse, dq, *map(jnp.add, *keys), None)
 

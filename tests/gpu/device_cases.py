@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from magi_jax.masks import AttnMask
-from magi_jax.ops import cuda
+from magi_jax.ops import BackwardOperands, cuda
 from magi_jax.plan import slice_table
 from magi_jax.testing import oracle
 
@@ -68,9 +68,8 @@ def run(
     def both(q, k, v, dout, dlse, table):
         out, lse = implementation.forward(q, k, v, table, out_dtype=jnp.float32, **case.options)
         delta = jnp.sum(dout.astype(jnp.float32) * out, axis=-1) - dlse
-        grads = implementation.backward(
-            dout, q, k, v, lse, delta, table, dkv_dtype=jnp.float32, **case.options
-        )
+        operands = BackwardOperands(dout, q, k, v, lse, delta)
+        grads = implementation.backward(operands, table, dkv_dtype=jnp.float32, **case.options)
         return (out, lse, *grads)
 
     results = both(q, k, v, dout, dlse, table)

@@ -11,7 +11,7 @@ from device_cases import PATHS, Case, check, expected, run
 
 import magi_jax
 from magi_jax import masks
-from magi_jax.ops import cuda
+from magi_jax.ops import BackwardOperands, cuda
 from magi_jax.plan import slice_table
 from magi_jax.testing.cases import mask_cases, random_mask
 
@@ -171,12 +171,17 @@ def test_gradients_of_other_tiles_stay(path, kind):
     @jax.jit
     def by_tiles(dq, tables, whole):
         lse = path.forward(q, k, v, whole, **case.options)[1]
+        operands = BackwardOperands(dout, q, k, v, lse, dlse)
         for table in tables:
-            rows = (dout, q, k, v, lse, dlse)
             dq, *_ = path.backward(
-                *rows, table, accumulate=dq, dq_dtype=q.dtype, dkv_dtype=jnp.float32, **case.options
+                operands,
+                table,
+                accumulate=dq,
+                dq_dtype=q.dtype,
+                dkv_dtype=jnp.float32,
+                **case.options,
             )
-        return dq, path.backward(dout, q, k, v, lse, dlse, whole, **case.options)[0]
+        return dq, path.backward(operands, whole, **case.options)[0]
 
     given = jnp.full(q.shape, 7.0, q.dtype)
     dq, want = by_tiles(given, [slice_table(part) for part in parts], slice_table(case.mask))
@@ -205,15 +210,16 @@ def test_accumulates_tiles_and_gradients(path):
         lse = path.forward(q, k, v, whole, **case.options)[1]
         for table in tables:
             results = path.forward(q, k, v, table, accumulate=results, **case.options)
-            rows = (dout, q, k, v, lse, dlse)
-            dq, *dkv = path.backward(*rows, table, accumulate=dq, **case.options)
+            operands = BackwardOperands(dout, q, k, v, lse, dlse)
+            dq, *dkv = path.backward(operands, table, accumulate=dq, **case.options)
             found.append(dkv)
         return results, dq, found
 
     @jax.jit
     def at_once(table):
         out, lse = path.forward(q, k, v, table, **case.options)
-        return out, lse, path.backward(dout, q, k, v, lse, dlse, table, **case.options)
+        operands = BackwardOperands(dout, q, k, v, lse, dlse)
+        return out, lse, path.backward(operands, table, **case.options)
 
     (out, lse), dq, found = staged(
         results, [slice_table(part) for part in parts], slice_table(mask)
@@ -271,7 +277,8 @@ def test_hostile_tables_touch_no_foreign_memory(path):
             table,
         )
         out, lse = path.forward(q, k, v, hostile, **case.options)
-        grads = path.backward(dout, q, k, v, lse, dlse, hostile, **case.options)
+        operands = BackwardOperands(dout, q, k, v, lse, dlse)
+        grads = path.backward(operands, hostile, **case.options)
         jax.block_until_ready((out, grads))
     check(run(path, case), expected(case), case.dtype)
 

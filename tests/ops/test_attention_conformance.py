@@ -7,7 +7,7 @@ import ops_problem as problem
 import pytest
 
 from magi_jax import masks
-from magi_jax.ops import get_implementation
+from magi_jax.ops import BackwardOperands, get_implementation
 from magi_jax.plan import slice_table
 from magi_jax.testing.cases import random_mask
 
@@ -248,8 +248,8 @@ def check_accumulated_gradients(rng, heads, implementation):
         delta = jnp.sum(dout * out, axis=-1) - dlse
         dq, found = None, []
         for table in tables:
-            rows = (dout, q, k, v, lse, delta)
-            dq, *dkv = kernel.backward(*rows, table, accumulate=dq, **options)
+            operands = BackwardOperands(dout, q, k, v, lse, delta)
+            dq, *dkv = kernel.backward(operands, table, accumulate=dq, **options)
             found.append(dkv)
         return dq, found
 
@@ -277,9 +277,10 @@ def test_gradients_of_other_tiles_stay(implementation, rng):
     @jax.jit
     def gradients(q, k, v, dout, whole, tables, dq):
         out, lse = kernel.forward(q, k, v, whole, out_dtype=jnp.float32, **options)
-        rows = (dout, q, k, v, lse, jnp.sum(dout.astype(jnp.float32) * out, axis=-1))
+        delta = jnp.sum(dout.astype(jnp.float32) * out, axis=-1)
+        operands = BackwardOperands(dout, q, k, v, lse, delta)
         for table in tables:
-            dq, *_ = kernel.backward(*rows, table, accumulate=dq, dq_dtype=q.dtype, **options)
+            dq, *_ = kernel.backward(operands, table, accumulate=dq, dq_dtype=q.dtype, **options)
         return dq
 
     given = jnp.full(q.shape, 7.0, q.dtype)

@@ -7,7 +7,7 @@ import ops_problem as problem
 import pytest
 
 from magi_jax import masks
-from magi_jax.ops import ffi, flex_flash_attention, get_implementation
+from magi_jax.ops import BackwardOperands, ffi, flex_flash_attention, get_implementation
 from magi_jax.plan import slice_table
 
 MASK = masks.causal(8)
@@ -138,21 +138,21 @@ def test_backward_dtypes():
         kernel.forward(x, x, x, table, accumulate=(x.astype("float16"), zeros(8, 2)), **options)
     with pytest.raises(ValueError, match=r"accumulate must be \(out \(8, 2, 4\)"):
         kernel.forward(x, x, x, table, accumulate=(zeros(8, 2, 5), zeros(8, 2)), **options)
-    grads = kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, **options)
+    operands = BackwardOperands(x, x, x, x, zeros(8, 2), zeros(8, 2))
+    grads = kernel.backward(operands, table, **options)
     assert [g.dtype.name for g in grads] == ["float32", "bfloat16", "bfloat16"]
     half = x.astype("float16")
     with pytest.raises(ValueError, match=r"dq \(8, 2, 4\) in float32 or bfloat16; got .* float16"):
-        kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, accumulate=half, **options)
-    wide = kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, dkv_dtype=jnp.float32, **options)
+        kernel.backward(operands, table, accumulate=half, **options)
+    wide = kernel.backward(operands, table, dkv_dtype=jnp.float32, **options)
     assert [g.dtype.name for g in wide] == ["float32"] * 3
-    narrow = kernel.backward(x, x, x, x, *[zeros(8, 2)] * 2, table, dq_dtype=x.dtype, **options)
+    narrow = kernel.backward(operands, table, dq_dtype=x.dtype, **options)
     assert [g.dtype.name for g in narrow] == ["bfloat16"] * 3
-    rows = (x, x, x, x, *[zeros(8, 2)] * 2, table)
     with pytest.raises(ValueError, match="dq_dtype must be float32 or the dtype of the operand"):
-        kernel.backward(*rows, dq_dtype=jnp.float16, **options)
+        kernel.backward(operands, table, dq_dtype=jnp.float16, **options)
     for given, dtype in ((zeros(8, 2, 4), x.dtype), (x, jnp.float32)):
         with pytest.raises(ValueError, match=f"dtype of accumulate, {given.dtype}; got dq_dtype"):
-            kernel.backward(*rows, accumulate=given, dq_dtype=dtype, **options)
+            kernel.backward(operands, table, accumulate=given, dq_dtype=dtype, **options)
 
 
 @pytest.mark.parametrize("built", [(0, 5), (1, 0), (0, 9)])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from magi_jax import masks, slice_table
-from magi_jax.ops import ffi, get_implementation
+from magi_jax.ops import BackwardOperands, ffi, get_implementation
 
 # Around every edge that an int32 entry of a table can be compared with.
 HOSTILE_INTEGERS = (
@@ -79,8 +79,9 @@ def package_calls(monkeypatch, q_len: int = 259, k_len: int = 301) -> dict[str, 
         patch.setattr(jax.ffi, "ffi_call", record)
         cpu.forward(q, k, v, table, **options)
         cpu.forward(q, k, v, table, accumulate=(dout * 0, rows), **options)
-        cpu.backward(dout, q, k, v, rows, rows, table, **options)
-        cpu.backward(dout, q, k, v, rows, rows, table, accumulate=q * 0, **options)
+        operands = BackwardOperands(dout, q, k, v, rows, rows)
+        cpu.backward(operands, table, **options)
+        cpu.backward(operands, table, accumulate=q * 0, **options)
     return recorded
 
 
