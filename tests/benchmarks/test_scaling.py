@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scaling import commands, fit, links, measure, orders
 from scaling import work as scaling_work
+from scaling.bench import Bench
 from scaling.machine import Machine, Times
 from scaling.model import step_us
 from scaling.problems import Problem, document_lengths
@@ -117,15 +118,13 @@ def test_calls_of_every_kind_are_timed(result, monkeypatch):
         monkeypatch.setattr(measure, name, 2e4)
     monkeypatch.setattr(measure, "HOST_SAMPLES", 2)
     piece = Piece(masks.causal(128).slices.astype(np.int32), 128, 128, 2, 1, result)
-    bench = measure.Bench(get_implementation("cpu"))
+    bench = Bench(get_implementation("cpu"))
     assert bench.measure(piece, "forward") > 0
     assert bench.measure(piece, "backward") > 0
 
 
 def test_pieces_are_visited_in_one_order_and_back(monkeypatch):
-    monkeypatch.setattr(
-        measure.Bench, "measure", lambda self, piece, which, table: float(piece.q_len)
-    )
+    monkeypatch.setattr(Bench, "measure", lambda self, piece, which, table: float(piece.q_len))
     lengths = 384, 128, 256
     pieces = [Piece(masks.full(n).slices.astype(np.int32), n, n, 2, 1) for n in lengths]
     chosen = {
