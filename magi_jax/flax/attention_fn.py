@@ -33,8 +33,10 @@ def attention_fn(
     neither.
 
     Args:
-        plan: plan of the dispatched sequence; or for a sequence on one device a mask, or the slice
-            table of one, which may be an argument of the jitted step.
+        plan: plan of the dispatched sequence; or for sequences on one device a mask, or the slice
+            table of one, which may be an argument of the jitted step. A mask of ``T`` queries is that of
+            every sequence; one of ``B * T`` is that of the batch as a single packed stream, as
+            `masks.concatenate` of a mask for each sequence makes it.
         axis_name: mesh axis that the sequence is sharded over.
         mesh: mesh, where it is not in the context.
         **arguments: passed on to `dist_attention`, or to `flex_flash_attention` for a mask:

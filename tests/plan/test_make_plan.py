@@ -181,7 +181,9 @@ def test_window_on_contiguous_shards_brings_one_window():
     band = np.array([[0, length, 0, length, 1 - window, 0]], np.int64)
     config = PlanConfig(dispatch="contiguous", chunk_size=32)
     plan = make_plan(AttnMask(band, length, length), 8, config)
-    assert plan.report().recv_rows.tolist() == [0] + [window - 1] * 7
+    report = plan.report()
+    assert report.recv_rows.tolist() == [0] + [window - 1] * 7
+    assert report.send_rows.tolist() == [window - 1] * 7 + [0]
 
 
 def test_mask_shorter_than_the_sequence():

@@ -262,3 +262,12 @@ def test_room_for_travelling_queries_that_see_other_keys():
     roomy = plan.spec.scaled(1.5)
     assert roomy.travel.calc.k_len == plan.spec.travel.calc.k_len == 512
     own.with_mask(masks.full(256, 1024), keys=of_keys, travelling=((0, 16),), spec=roomy)
+
+
+def test_late_queries_get_room_for_more_keys_of_their_rank_and_of_others():
+    config = PlanConfig(chunk_size=256, overlap="late", dispatch="contiguous")
+    spec = make_plan(varlen_causal([60] * 64), 4, config).spec
+    late, wide = spec.late.comm, spec.scaled(2.0).late.comm
+    assert 0 < late.self_rows < wide.src_rows / 2
+    assert wide.self_rows >= 2 * late.self_rows
+    assert wide.dst_rows >= 2 * late.dst_rows
