@@ -133,14 +133,14 @@ class Implementation(abc.ABC):
     @abc.abstractmethod
     def _forward(
         self,
-        tensors: tuple[jax.Array, jax.Array, jax.Array],
+        operands: tuple[jax.Array, jax.Array, jax.Array],
         table: SliceTable,
         options: dict[str, float],
         out_dtype: jnp.dtype,
         accumulate: tuple[jax.Array, jax.Array] | None,
         with_row_max: bool,
     ) -> tuple[jax.Array, ...]:
-        """`forward` of operands that fit: ``q, k, v``; ``scale`` and ``logits_soft_cap`` are options."""
+        """`forward` of operands that fit, ``q, k, v``; ``scale`` and ``logits_soft_cap`` are options."""
 
     @abc.abstractmethod
     def _backward(

@@ -25,9 +25,9 @@ class CpuImplementation(base.Implementation):
         """True."""
         return True
 
-    def _forward(self, tensors, table, options, out_dtype, accumulate, with_row_max):
+    def _forward(self, operands, table, options, out_dtype, accumulate, with_row_max):
         return ffa_calls.forward(
-            _KERNEL, tensors, table, out_dtype, accumulate, with_row_max, **options
+            _KERNEL, operands, table, out_dtype, accumulate, with_row_max, **options
         )
 
     def _backward(self, operands, table, options, dtypes, accumulate):

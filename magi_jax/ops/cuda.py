@@ -62,12 +62,12 @@ class CudaImplementation(base.Implementation):
         """Whether all sums have a fixed order, as those of all kernels but the backward of ``sm90`` have."""
         return "sm90" not in self.backward_paths
 
-    def _forward(self, tensors, table, options, out_dtype, accumulate, with_row_max):
-        q, k, v = tensors
+    def _forward(self, operands, table, options, out_dtype, accumulate, with_row_max):
+        q, k, v = operands
         case = (q, k, v, table, out_dtype, options["logits_soft_cap"])
         kernel, _ = self._choose("forward", *case, with_row_max)
         return ffa_calls.forward(
-            kernel, tensors, table, out_dtype, accumulate, with_row_max, **options
+            kernel, operands, table, out_dtype, accumulate, with_row_max, **options
         )
 
     def _backward(self, operands, table, options, dtypes, accumulate):

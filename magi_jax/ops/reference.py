@@ -38,8 +38,8 @@ class ReferenceImplementation(base.Implementation):
         """True."""
         return True
 
-    def _forward(self, tensors, table, options, out_dtype, accumulate, with_row_max):
-        q, k, v = tensors
+    def _forward(self, operands, table, options, out_dtype, accumulate, with_row_max):
+        q, k, v = operands
         _check_size(q, k)
         x = _logits(q, k, v, table, **options)
         masked = jnp.where(x.visible, x.capped, -jnp.inf)
