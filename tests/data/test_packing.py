@@ -100,6 +100,20 @@ def test_documents_of_a_sequence_that_is_less_than_half_full_wait_for_the_next_w
     assert held == [[1, 2], [3, 4], [5, 6]]
 
 
+def test_a_sequence_that_is_half_full_does_not_wait():
+    """Neither for documents that have not come yet, nor to be filled by them."""
+
+    def documents():
+        yield np.full(5, 1)
+        yield np.full(4, 2)
+        raise AssertionError("read further than the first sequence needs")
+
+    sequences = pack(documents(), 10, window=1)
+    assert next(sequences).tokens.tolist() == [1] * 5 + [0] * 5
+    with pytest.raises(AssertionError, match="read further"):  # 4 of 10 wait
+        next(sequences)
+
+
 def test_pack_wastes_little_on_long_tailed_documents():
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(6, 1.5, 2000).astype(int), 8192)

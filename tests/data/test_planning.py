@@ -204,6 +204,9 @@ def test_batches_of_another_kind_are_refused():
         ValueError, match=r"needs 8 rows on axis 1 of \['weight'\], got shape \(1,\)"
     ):
         planner({"segment_ids": np.ones((1, 8), int), "weight": np.ones(1)})
+    longer = PlanBatch(CP, (CAUSAL,), mj.PlanConfig(seq_len=16))
+    with pytest.raises(ValueError, match=r"needs 16 rows on axis 1 of .*, got shape \(1, 8\)"):
+        longer({"segment_ids": np.ones((1, 8), int)})
     fitted = dataclasses.replace(planner, grow=True).fit([{"segment_ids": np.ones((1, 8), int)}])
     with pytest.raises(ValueError, match="fitted to sequences of 8 tokens, the batch has 6: pad"):
         fitted({"segment_ids": np.ones((1, 6), int)})

@@ -214,3 +214,5 @@ def test_refusals(rng):
         jax.jit(lambda x: dispatch(x, plan, mesh=mesh))(device)
     with pytest.raises(ValueError, match="spec names 'tp'"):
         dispatch(device, plan, mesh=mesh, spec=P(None, "tp"))
+    with pytest.raises(ValueError, match=r"stacked plan has 2 replicas here, .* has 3"):
+        dispatch(jnp.zeros((3, 53)), stack_plans([plan, plan]), mesh=mesh, spec=P())
