@@ -125,6 +125,31 @@ def test_closing_ends_a_consumer_that_waits(waits_for):
         go_on.set()
 
 
+def test_what_nobody_has_begun_is_not_computed_after_closing():
+    before = threading.active_count()
+    begun: list[int] = []
+    is_computing, three_wait, go_on = (threading.Event() for _ in range(3))
+
+    def source():
+        yield from range(3)
+        three_wait.set()
+
+    def function(item):
+        begun.append(item)
+        is_computing.set()
+        go_on.wait(30)
+
+    results = Prefetch(source(), function, depth=3)
+    assert is_computing.wait(10)
+    assert three_wait.wait(10)
+    results.close()
+    go_on.set()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert begun == [0]
+
+
 def test_results_are_sent_to_the_devices_ahead():
     mesh = jax.make_mesh((4,), ("cp",), (jax.sharding.AxisType.Auto,))
     rows = jax.NamedSharding(mesh, jax.P("cp"))

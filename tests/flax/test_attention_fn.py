@@ -115,6 +115,12 @@ def test_what_it_is_not_for_is_refused_at_once(plan, arguments, match):
         mj.flax.attention_fn(plan, **arguments)
 
 
+def test_the_dtype_that_a_module_asks_for_is_that_of_attention():
+    q = jnp.ones((T, 4, 8))
+    assert mj.flax.attention_fn(MASK)(q, q, q, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+    assert mj.flax.attention_fn(MASK)(q, q, q, dtype=None).dtype == jnp.float32
+
+
 def test_linen_asks_and_is_refused(inputs):
     module = linen.MultiHeadDotProductAttention(
         num_heads=4, dropout_rate=0.5, deterministic=False, attention_fn=mj.flax.attention_fn(MASK)
