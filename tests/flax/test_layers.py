@@ -56,6 +56,16 @@ def test_attention_turns_queries_and_keys_at_its_own_frequencies(rng):
     assert not np.allclose(out, usual(x, places, mask), atol=1e-3)
 
 
+def test_rotate_finds_angles_in_float32_whatever_is_turned(rng):
+    """In bfloat16 neighbours at position 5,000 would have one angle."""
+    x = jnp.asarray(rng.normal(size=(T, 2, 8)), jnp.bfloat16)
+    positions = 5000 + jnp.arange(T)
+    turned = rotate(x, positions)
+    assert turned.dtype == jnp.bfloat16
+    wanted = rotate(x.astype(jnp.float32), positions)
+    np.testing.assert_allclose(turned.astype(jnp.float32), wanted, rtol=1e-2, atol=1e-2)
+
+
 def test_rotate_refuses_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"x\.shape=\(4, 2, 7\)"):
         rotate(jnp.ones((4, 2, 7)), jnp.arange(4))
@@ -142,6 +152,21 @@ def test_sizes_that_make_no_decoder_are_refused():
         dataclasses.replace(CONFIG, features=0)
     with pytest.raises(ValueError, match="even head_dim, got 7"):
         dataclasses.replace(CONFIG, head_dim=7)
+
+
+def test_all_activations_have_the_sharding_and_dtype_of_the_config():
+    seen = []
+
+    class Recording(DecoderConfig):
+        def keep(self, x):
+            seen.append(x.dtype)
+            return x
+
+    model = Decoder(Recording(**vars(CONFIG) | {"dtype": jnp.bfloat16}), rngs=nnx.Rngs(0))
+    logits = model(jnp.zeros(3, jnp.int32), jnp.arange(3), attention_fn(mj.masks.causal(3)))
+    # The rows of the tokens; in each block what attention and MLP read, and the sums with what they give.
+    assert seen == [jnp.bfloat16] * (1 + 4 * CONFIG.num_layers)
+    assert logits.dtype == jnp.float32
 
 
 def test_gradients_of_a_token_s_many_places_are_summed_in_float32(rng):
