@@ -86,8 +86,9 @@ def test_chosen_indices(rng):
     visible = np.zeros((num_q, num_k), bool)
     for row, chosen in enumerate(blocks):
         visible[row, [c for c in chosen if 0 <= c < num_k]] = True
-    cells = dense(visible, q_len, k_len, block_size, True)
-    check(inputs, blocks, cells, layout, True, cap=5.0)
+    for causal in (True, False):  # the former hides the last blocks, which indices below 0 must not choose
+        cells = dense(visible, q_len, k_len, block_size, causal)
+        check(inputs, blocks, cells, layout, causal, cap=5.0)
 
 
 def test_a_new_choice_compiles_nothing(rng):
