@@ -162,3 +162,9 @@ def test_mask_type_of_a_band():
     assert AttnSlice(0, 4, 0, 4).mask_type is MaskType.FULL
     assert AttnSlice(0, 8, 0, 8, -2, 0).mask_type is None
     assert AttnSlice(0, 8, 0, 8, -2, 0).area == 1 + 2 + 3 * 6
+
+
+def test_any_number_of_neighbours_are_one_slice():
+    rows = [(i, i + 1) for i in range(1000)]
+    mask = AttnMask.from_slices(rows, [(0, 50)] * 1000, MaskType.FULL, q_len=1000, k_len=50)
+    assert mask.simplify().slices.tolist() == [[0, 1000, 0, 50, -999, 49]]

@@ -86,9 +86,16 @@ def test_chosen_indices(rng):
     visible = np.zeros((num_q, num_k), bool)
     for row, chosen in enumerate(blocks):
         visible[row, [c for c in chosen if 0 <= c < num_k]] = True
-    for causal in (True, False):  # the former hides the last blocks, which indices below 0 must not choose
+    # Causal masks hide the last blocks, which no index below 0 may choose.
+    for causal in (True, False):
         cells = dense(visible, q_len, k_len, block_size, causal)
         check(inputs, blocks, cells, layout, causal, cap=5.0)
+
+
+def test_indices_of_64_bits_choose_what_they_say():
+    with jax.enable_x64(True):
+        table = block_sparse_table(jnp.array([[2**32], [2**32 + 1], [1], [-(2**32)]]), 2, 8)
+        assert dense_mask(table).sum(axis=1).tolist() == [0, 0, 0, 0, 2, 2, 0, 0]
 
 
 def test_a_new_choice_compiles_nothing(rng):
