@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scaling import bench as scaling_bench
 from scaling import commands, fit, links, measure, orders
 from scaling import work as scaling_work
 from scaling.bench import Bench
@@ -115,8 +116,8 @@ def test_a_fit_gives_back_what_follows_its_features(problem, rng):
 @pytest.mark.parametrize("result", ["final", "first", "merged", "late"])
 def test_calls_of_every_kind_are_timed(result, monkeypatch):
     for name in ("LEAD_US", "TIMED_US", "WARM_US"):
-        monkeypatch.setattr(measure, name, 2e4)
-    monkeypatch.setattr(measure, "HOST_SAMPLES", 2)
+        monkeypatch.setattr(scaling_bench, name, 2e4)
+    monkeypatch.setattr(scaling_bench, "HOST_SAMPLES", 2)
     piece = Piece(masks.causal(128).slices.astype(np.int32), 128, 128, 2, 1, result)
     bench = Bench(get_implementation("cpu"))
     assert bench.measure(piece, "forward") > 0
