@@ -187,6 +187,13 @@ def test_sequence_on_another_axis(rng):
     assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "cp")), 3)
 
 
+@pytest.mark.parametrize("shift", [2**31, -(2**31), 2**40])
+def test_a_shift_beyond_32_bits_brings_zeros_in_a_data_loader(shift):
+    plan = plan_of(53, 4)
+    moved = dispatch(np.ones(53, np.float32), plan)
+    assert not roll(moved, plan, shift).any()
+
+
 def test_refusals(rng):
     plan = plan_of(53, 4)
     x, mesh = np.zeros((53, 2), np.float32), make_mesh(dp=2, cp=4)
