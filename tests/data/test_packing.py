@@ -31,6 +31,10 @@ def test_best_fit_fills_gaps_that_greedy_leaves():
     assert assign(lengths, 100, method="greedy") == [[0], [1, 2], [3]]
 
 
+def test_best_fit_leaves_the_larger_room_free():
+    assert sorted(map(sorted, assign([7, 5, 3], 10, method="best_fit"))) == [[0, 2], [1]]
+
+
 def test_assign_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="document 1 has 9 tokens, more than seq_len=8"):
         assign([3, 9], 8)

@@ -239,3 +239,14 @@ def test_measured_tables_are_loaded_and_checked(tmp_path):
         CostModel(forward_tflops=((64, 1.0), (64, 2.0)))
     with pytest.raises(ValueError, match="link_gbps must be positive, got 0"):
         CostModel(link_gbps=0)
+
+
+def test_kernels_of_travelling_queries_take_longer_backwards():
+    slices = StageSlices(np.array([[0, 64, 0, 4096, -63, 4095]], np.int64), np.array([1], np.int64))
+    rows = np.zeros(2), np.zeros(2)
+    forward, backward = (
+        timeline.travel_work(slices, rows, 64, PLAIN, backward=backward).kernel_us
+        for backward in (False, True)
+    )
+    assert forward[0] == backward[0] == 0.0
+    assert backward[1] > forward[1] > 0.0
