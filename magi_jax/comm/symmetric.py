@@ -10,6 +10,7 @@ See docs/collectives.md for the protocol, for what happens when a peer never com
 layouts of processes are served.
 """
 
+import contextlib
 from types import TracebackType
 
 import jax
@@ -78,9 +79,14 @@ class SymmetricMemory:
         if not self._pools:
             return
         is_whole = self.failure() is None
-        if is_whole:
-            jax.effects_barrier()
-            meet(f"magi_jax/symmetric_memory/{self._pools}/close", 60.0)
+        # From the last to the first, whatever raises: the barrier does, if another program has failed.
+        with contextlib.ExitStack() as steps:
+            steps.callback(self._free, is_whole)
+            if is_whole:
+                steps.callback(meet, f"magi_jax/symmetric_memory/{self._pools}/close", 60.0)
+                steps.callback(jax.effects_barrier)
+
+    def _free(self, is_whole: bool) -> None:
         for pool in self._pools:
             ffi.load().remove_pool(pool)
         self._pools = ()
