@@ -174,6 +174,26 @@ def test_one_document_of_like_parts_is_dealt_in_neighbouring_rows():
         assert area.max() <= area.mean() + 1003
 
 
+@pytest.mark.parametrize("window", [(1023, 0), (0, 1023), (700, 0)])
+def test_the_second_of_two_ranks_takes_some_of_the_rows_whose_window_is_not_full(window):
+    mask = masks.local(16_384, window=window)
+    problem = problem_of(mask, 2)
+    neighbours, apart = runs(problem)
+    assert apart.owner.tolist() == [1, 0, 1]
+    assert (np.diff(apart.edges) % 128 == 0).all()
+    miss, miss_apart = (
+        np.ptp(areas_of(placed, mask, 2)) / mask.area for placed in (neighbours, apart)
+    )
+    assert miss_apart < miss / 4
+    assert balanced(problem).owner.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("window", [(50, 0), (400, 400), (16_383, 16_383)])
+def test_where_two_ranks_are_even_neighbours_stay_together(window):
+    (placed,) = runs(problem_of(masks.local(16_384, window=window), 2))
+    assert placed.owner.tolist() == [0, 1]
+
+
 @pytest.mark.parametrize("rows", [(0, 13), (500, 516), (300, 420)])
 @pytest.mark.parametrize("cp_size", [4, 7])
 def test_each_rank_holds_as_many_travelling_rows(rows, cp_size):

@@ -35,6 +35,8 @@ FOLDED = 0.1
 FEW_SLICES = 2
 # One of more slices is dealt where so many parts at most are denser or lighter than all of it.
 MOST_PARTS = 4
+# Rows at a time of a light head that another rank takes: tiles of kernels have as many.
+HEAD_STEP = 128
 # Where there are more documents or slices than this, neighbouring documents are dealt together, in so many
 # groups at most.
 MOST_DOCUMENTS, MOST_SLICES, MOST_GROUPS = 8_192, 131_072, 8_192
@@ -70,10 +72,21 @@ def runs(
         # All parts of it are alike: neighbours stay together.
         tokens = np.append(0, np.cumsum(shares[:, 0]))
         yield Assignment(tokens, np.arange(cp_size))
+        if cp_size == 2 and (begin := _light_head(documents.rows, tokens)):
+            yield Assignment(np.array([0, begin, begin + tokens[1], seq_len]), np.array([1, 0, 1]))
         return
     for order in orders if number > 1 else orders[:1]:
         pieces = deal(documents.rows, *documents.piles(order), shares, problem.engine)
         yield assignment_of(np.concatenate([pieces, held]), seq_len)
+
+
+def _light_head(rows: RowAreas, tokens: np.ndarray) -> int:
+    """How many of the first rows, whose window is not full yet, the second of two ranks takes from the first
+    to have as much area; in whole tiles. 0: none.
+    """
+    begin = np.arange(0, tokens[2] - tokens[1] + 1, HEAD_STEP)
+    of_first = rows.before(begin + tokens[1]) - rows.before(begin)
+    return int(begin[np.argmin(np.abs(2 * of_first - rows.before(tokens[2:])))])
 
 
 def _parts(problem: DispatchProblem) -> tuple[np.ndarray, np.ndarray]:
