@@ -125,9 +125,10 @@ class Stages:
         # Tied to the cotangents: it must not start before, nor be merged with the forward pass's
         # transfer, whose result would then be kept alive in between.
         tables = stages.comm, stages.late
-        tied = cotangents, results[:2], operands, stages.calc, plan.travel
+        tied = cotangents, results[:2], operands, (stages.calc, stages.first), plan.travel
         comm, late_tables = self._of_one_call(tables, *tied)
-        remote = Fetches(self._link, (k, v), comm, kept[: len(stages.comm)], exposed=True)
+        exposed = stages.first is None
+        remote = Fetches(self._link, (k, v), comm, kept[: len(stages.comm)], exposed)
         late = self._late(late_tables, *kept[len(stages.comm) :])
         of_late_keys = late.fetch((k, v)) if late else None
         zeros = [jnp.zeros((), jnp.float32)] * 3
@@ -136,8 +137,13 @@ class Stages:
         rows = (dout, q, lse, delta)
         travel = self._travel(plan)
         visitors = travel.send(rows) if travel else ()
-        # Own keys come last: their gradients stay, and hide the way back of the last stage's.
-        dq, total = self._nothing_yet(zeros, (q, k, v), remote) if stages.comm else (None, None)
+        # Own keys come last: their gradients stay, and hide the way back of the last stage's. Some queries
+        # may see them first, which hides the first fetch.
+        dq, total = None, None
+        if stages.first is not None:
+            dq, *total = self._differentiate(rows, (k, v), remote.behind_start(stages.first))
+        elif stages.comm:
+            dq, total = self._nothing_yet(zeros, (q, k, v), remote)
         returns = Returns(self._link, total)
         dq = self._remote_gradients(rows, dq, remote, returns, stages)
         of_late = None

@@ -29,6 +29,7 @@ from magi_jax.solver.dispatch import DispatchProblem, chunk_edges
 from magi_jax.solver.dispatch.bounds import Bounds, lower_bounds
 from magi_jax.solver.dispatch.split_chunks import MAX_PARTS
 from magi_jax.solver.dispatch.units import fixed_units
+from magi_jax.solver.overlap.own_first import first_us
 from magi_jax.solver.overlap.travelling import NO_RANGES, Ranges, split_slices
 from magi_jax.solver.work.stages import StageSlices
 from magi_jax.solver.work.transfer import Pieces
@@ -170,7 +171,11 @@ def _works(plan, model: CostModel, per_node: int) -> list[timeline.DirectionWork
         two_level = _in_two_steps(transfers)
         near = tuple(isinstance(m, CommMeta) for m in transfers) if two_level else ()
         rows = timeline.link_rows(_moved_rows(stages, plan.cp_size), per_node)
-        works.append(timeline.direction_work(shapes, rows, *sizes, travel, two_level, near))
+        found = timeline.direction_work(shapes, rows, *sizes, travel, two_level, near)
+        if stages.first is not None:
+            first = timeline.shapes_of([_stage_slices(stages.first)], plan.cp_size, model)
+            found = found._replace(first_us=first_us(first, model))
+        works.append(found)
     return works
 
 

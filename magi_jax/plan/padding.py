@@ -69,7 +69,13 @@ def _pad_stages(stages: StageTables, wanted: StagesSpec, local_len: int) -> Stag
             late = empty_late(wanted.late)
         else:
             late = _pad_late(stages.late, wanted.late)
-    return StageTables(tuple(calc), tuple(comm), late)
+    first = None
+    if wanted.first is not None:
+        if stages.first is None:
+            first = empty_table(wanted.first, cp_size)
+        else:
+            first = _pad_table(stages.first, wanted.first)
+    return StageTables(tuple(calc), tuple(comm), late, first)
 
 
 def _pad_late(late: LateTables, wanted: LateSpec) -> LateTables:

@@ -77,11 +77,14 @@ class LateSpec(Sizes):
 
 @dataclass(frozen=True)
 class StagesSpec(Sizes):
-    """Sizes of the stages of one direction: ``calc``, ``comm`` and ``late`` as in `PlanSpec`."""
+    """Sizes of the stages of one direction: ``calc``, ``comm`` and ``late`` as in `PlanSpec`, ``first`` as in
+    `StageTables`.
+    """
 
     calc: tuple[TableSpec, ...]
     comm: tuple[AnyCommSpec, ...]
     late: LateSpec | None = None
+    first: TableSpec | None = None
 
     @property
     def near(self) -> tuple[bool, ...]:

@@ -24,7 +24,11 @@ def roomy_stages(stages: StagesSpec, factor: float, local_len: int) -> StagesSpe
         for table, k_len in zip(tables, k_lens, strict=True)
     )
     late = None if stages.late is None else roomy_late(stages.late, factor, local_len)
-    return StagesSpec(tuple(calc), comm, late)
+    first = None
+    if stages.first is not None:  # the rows of buffers stay
+        lengths = {"q_len": stages.first.q_len, "k_len": stages.first.k_len}
+        first = dataclasses.replace(stages.first.scaled(factor), **lengths)
+    return StagesSpec(tuple(calc), comm, late, first)
 
 
 def roomy_late(late: LateSpec, factor: float, local_len: int) -> LateSpec:

@@ -215,11 +215,14 @@ class StageTables:
             brought.
         comm: rows that stage ``i + 1`` receives, in one step or in two.
         late: queries that are in no stage; None where there are none.
+        first: of the backward pass, some queries against own keys, which come before the first remote stage
+            and hide its fetch; stage 0 has the others. None where it has all.
     """
 
     calc: tuple[SliceTable, ...]
     comm: tuple[AnyComm, ...]
     late: LateTables | None = None
+    first: SliceTable | None = None
 
 
 @jax.tree_util.register_dataclass

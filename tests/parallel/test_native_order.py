@@ -19,6 +19,7 @@ from magi_jax.parallel import DistOptions
 from magi_jax.parallel.dist_attention import dist_attention
 from magi_jax.parallel.pipeline import MOST_CROSSING
 from magi_jax.plan import PlanConfig, make_plan
+from magi_jax.solver.cost.model import CostModel
 
 STAGES = 3
 SINKS = 4  # place among the operands
@@ -182,6 +183,29 @@ def test_attention_waits_for_the_start_of_a_call_and_its_finish_for_attention(
         behind = {v for v in between if start in program.ancestors(v)}
         hidden += any("dot_general" in program.lines[v] for v in behind)
     assert len(finishes) - hidden == EXPOSED[direction, steps]
+
+
+def test_own_keys_hide_the_first_fetch_of_a_backward_pass():
+    """Where some queries see them first, no transfer runs beside nothing, and what comes back is added to
+    what these gave.
+    """
+    model = CostModel(backward_launch_us=0.0, latency_us=0.0)
+    config = PlanConfig(chunk_size=64, travelling="never", cost_model=model)
+    plan = make_plan(masks.causal(1024), 2, config)
+    assert plan.backward_stages.first is not None
+    (body,) = functions_with(lowered(plan, gradients=True), "magi_jax_group_reduce_sum")
+    program = Program(body)
+    starts = [value for value, target in program.calls if "finish" not in target]
+    finishes = [value for value, target in program.calls if target == "magi_jax_group_finish"]
+    assert len(finishes) == 2 * len(plan.backward_stages.comm)
+    for finish in finishes:
+        start = program.source(program.operands[finish][0])
+        between = program.ancestors(finish) - program.ancestors(start)
+        behind = {v for v in between if start in program.ancestors(v)}
+        assert any("dot_general" in program.lines[v] for v in behind)
+    reduce = next(v for v in starts if "reduce_sum" in program.lines[v])
+    onto = [program.source(operand) for operand in program.operands[reduce][-2:]]
+    assert not any("broadcast_in_dim" in program.lines[v] for v in onto)
 
 
 def test_sums_are_added_to_those_of_the_stage_before(text, steps):

@@ -11,6 +11,7 @@ from magi_jax.plan.spec import PlanSpec
 from magi_jax.plan.tables import SliceTable, StageTables
 from magi_jax.plan.two_level import empty_transfer, lay_out_transfer
 from magi_jax.solver.overlap.late import LateWork, find_late_gradients
+from magi_jax.solver.overlap.own_first import split_first
 from magi_jax.solver.work import transfer
 from magi_jax.solver.work.find_work import Work
 from magi_jax.solver.work.stages import Staged, StageSlices
@@ -24,11 +25,14 @@ def lay_out_stages(
     path: str = "spec",
     local: SliceTable | None = None,
     per_node: int | None = None,
+    first: StageSlices | None = None,
 ) -> StageTables:
     """Tables of the stages of one direction; stages that only the spec has stay empty. ``local`` is that
     of stage 0, if it is there already. ``per_node`` are the ranks of a node where transfers take two
-    steps and no spec settles that.
+    steps and no spec settles that. ``first`` is what comes before them; a spec settles whether anything does.
     """
+    if spec is not None and spec.first is not None:
+        first, staged = split_first(staged, frame.local_len, frame.tile_size)
     count = staged.num_remote_stages
     comm = [
         lay_out_transfer(
@@ -60,7 +64,11 @@ def lay_out_stages(
         comm += map(empty_transfer, spec.comm[count:])
         calc += (empty_table(sizes, frame.cp_size) for sizes in spec.calc[count + 1 :])
     late = None if spec is None or spec.late is None else empty_late(spec.late)
-    return StageTables(tuple(calc), tuple(comm), late)
+    ahead = None
+    if first is not None:
+        wanted, lengths = None if spec is None else spec.first, (frame.local_len, buffers[0])
+        ahead = stage_table(first, frame, lengths, wanted, f"{path}.first", work.engine)
+    return StageTables(tuple(calc), tuple(comm), late, ahead)
 
 
 def lay_out_late(
@@ -72,7 +80,7 @@ def lay_out_late(
     home = lay_out_stages(late.home, work, frame, spec, path)
     wanted = None if spec is None else spec.late
     tables = late_tables(late, work.keys, frame, wanted, f"{path}.late", work.engine)
-    return StageTables(home.calc, home.comm, tables)
+    return StageTables(home.calc, home.comm, tables, home.first)
 
 
 def lay_out_both_late(

@@ -3,7 +3,8 @@
 A rank has one compute stream and one communication stream. Forward, own keys come first: the cast of a stage
 is issued when the attention of the stage before it starts. Travelling queries leave before everything and
 are computed after own keys. Backward, own keys come last, and hide the way back of the last stage's dK and
-dV; nothing hides the first cast. The dK and dV of a stage leave when its attention is done.
+dV; nothing hides the first cast, unless some queries see own keys before it. The dK and dV of a stage leave
+when its attention is done.
 
 Where rows move in two steps (`solver/work/two_level.py`), a rank has a stream for each: rows cross between
 nodes two stages ahead, and move inside the node one stage ahead, both beside attention. Only the second
@@ -69,6 +70,8 @@ def _backward_in_one_step(work: DirectionWork) -> Timeline:
     found, link = _nothing(work), _Link(work.cast_us.shape[1])
     num_stages = len(work.cast_us)
     kernel_free = np.zeros_like(link.free)
+    if work.first_us is not None:
+        kernel_free = kernel_free + work.first_us
     if num_stages:
         found.cast[0] = link.move(0.0, work.cast_us[0])
     if work.travel is not None:

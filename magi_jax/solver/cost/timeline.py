@@ -39,6 +39,8 @@ class DirectionWork(NamedTuple):
         within_us: ``[2, S, cp]`` times of the casts and the reduces inside nodes; None in one step.
         own_keys_last: whether the local stage comes after all others, as in the backward pass.
         near: in two steps, whether each stage takes that inside nodes alone; empty where none does.
+        first_us: what comes before the first remote stage in one step backward, ``[cp]``; None where nothing
+            does.
     """
 
     kernel_us: np.ndarray
@@ -49,11 +51,14 @@ class DirectionWork(NamedTuple):
     within_us: np.ndarray | None = None
     own_keys_last: bool = False
     near: tuple[bool, ...] = ()
+    first_us: np.ndarray | None = None
 
     @property
     def busy_us(self) -> float:
         """Kernel time of the mean rank."""
         kernel_us = self.kernel_us.sum(axis=0)
+        if self.first_us is not None:
+            kernel_us = kernel_us + self.first_us
         if self.travel is not None:
             kernel_us = kernel_us + self.travel.kernel_us
         return float(kernel_us.mean())
