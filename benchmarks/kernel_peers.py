@@ -16,6 +16,7 @@ import numpy as np
 
 WINDOW = 1024
 MOST_CUDNN_GIB = 60
+MOST_FLEX_PROGRAMS = 64
 FRAME = 2048  # tokens of a frame in block-causal documents
 
 
@@ -233,31 +234,36 @@ def torch_varlen(case: Case) -> Passes:
 
 
 def torch_flex(case: Case) -> Passes:
-    """FlexAttention, compiled, with a block mask that is made beforehand."""
+    """FlexAttention, compiled, with a block mask that is made beforehand.
+
+    A mask takes a quarter of a minute to compile, but PyTorch keeps what it compiled on disk: a process for
+    each mask, side by side, makes the programs of all in that time; see ``on_gpu.sh``.
+    """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # One program for each mask: past eight of them PyTorch stops compiling and runs the dense fallback.
-    torch._dynamo.reset()
+    # Two programs for each mask: past a limit PyTorch would stop compiling and run the dense fallback.
+    torch._dynamo.config.recompile_limit = MOST_FLEX_PROGRAMS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._functorch.config.donated_buffer = False  # the backward pass is called again and again
-    length = case.operands[0].shape[0]
+    length, kind, is_causal = case.operands[0].shape[0], case.kind, case.is_causal
     document = torch.tensor(np.repeat(np.arange(len(case.lengths)), case.lengths), device="cuda")
     start = torch.tensor(np.repeat(case.edges[:-1], case.lengths), device="cuda")
 
     def visible(b, h, q, k):
         same = document[q] == document[k]
-        if case.is_causal:
+        if is_causal:
             return same & (k <= q)
-        if case.kind == "window":
+        if kind == "window":
             return (k <= q) & (q - k < WINDOW)
-        if case.kind == "varlen_block_causal":
+        if kind == "varlen_block_causal":
             return same & ((k - start[k]) // FRAME <= (q - start[q]) // FRAME)
         return same
 
     mask = None
-    if case.kind != "full":
+    if kind != "full":
         mask = create_block_mask(visible, None, None, length, length, device="cuda")
-    compiled = torch.compile(flex_attention)
+    compiled = torch.compile(flex_attention, dynamic=False)
     return _torch_passes(lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=True), case)
 
 

@@ -50,6 +50,19 @@ kernels() {
         python3 benchmarks/report.py --kernels "$folder/$name.json"
 }
 
+# FlexAttention compiles for a quarter of a minute for each mask, in one thread, and PyTorch keeps what it made:
+# a process for each mask leaves the programs of all to be found by the run that times them.
+# shellcheck disable=SC2086
+compile_flex() {
+    export TORCHINDUCTOR_COMPILE_THREADS=1
+    python3 -c "import torch" 2> /dev/null || return 0
+    for mask in full causal window varlen_full varlen_causal varlen_block_causal; do
+        limited benchmarks/kernels.py --head-dims 128 $peers --masks "$mask" --peers torch_flex \
+            --lead-ms 1 --budget-ms 1 > /dev/null 2>&1 &
+    done
+    wait
+}
+
 scaling() {
     works="$folder/scaling_works.xz"
     pieces="$folder/scaling_pieces.npz"
@@ -75,6 +88,7 @@ part() {
     kernels_64) kernels kernels_64_gpu --head-dims 64 --peers cudnn $lengths ;;
     flash) kernels kernels_flash_gpu --head-dims 128 --peers fa3_jax fa3 fa4_jax $peers ;;
     peers)
+        compile_flex
         kernels kernels_peers_gpu --head-dims 128 $peers \
             --peers cudnn tokamax torch_sdpa torch_varlen torch_flex
         ;;

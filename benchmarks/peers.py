@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import flash_peers
 import kernel_peers
+import magi_peers
 from kernel_peers import Case, Passes
 
 
@@ -19,6 +20,8 @@ def available(names: list[str]) -> dict[str, Callable[[Case], Passes]]:
         "fa3": (flash_peers.fa3, "flash_attn_interface"),
         "fa3_jax": (flash_peers.fa3_jax, "dew_flash_attn"),
         "fa4_jax": (flash_peers.fa4_jax, "fa4_jax"),
+        "ffa": (magi_peers.ffa, "magi_attention"),
+        "ffa_catgqa": (magi_peers.ffa_catgqa, "magi_attention"),
     }
     if unknown := set(names) - set(every):
         raise ValueError(f"peers must be among {sorted(every)}, got {sorted(unknown)}")

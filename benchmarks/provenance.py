@@ -18,6 +18,7 @@ PLACES = (
 )  # fmt: skip
 PACKAGES = (
     "jax", "jaxlib", "numpy", "torch", "tokamax", "flash_attn_3", "dew-flash-attn-cu13", "fa4-jax",
+    "magi_attention",
 )  # fmt: skip
 
 

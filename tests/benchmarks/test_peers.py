@@ -7,6 +7,7 @@ import flash_peers
 import jax
 import jax.numpy as jnp
 import kernels
+import magi_peers
 import numpy as np
 import peers
 import pytest
@@ -100,6 +101,27 @@ def test_peers_and_ours_agree(kind, peer, operands):
 def test_masks_without_a_form_are_refused(peer, operands):
     with pytest.raises(NotImplementedError, match="no form of varlen_block_causal"):
         peer(Case("varlen_block_causal", LENGTHS, operands))
+
+
+@pytest.mark.parametrize("kind", [
+    "full", "causal", "window", "varlen_full", "varlen_causal", "varlen_block_causal",
+])  # fmt: skip
+def test_slices_for_magi_attention_are_the_mask(kind, monkeypatch):
+    for module in (kernels, magi_peers):
+        monkeypatch.setattr(module, "WINDOW", 16)
+        monkeypatch.setattr(module, "FRAME", 8)
+    monkeypatch.setitem(kernels.DOCUMENTS["varlen"], str(LENGTH), [10, 27, 3, 24])
+    _, lengths, mask = kernels.cases(LENGTH)[kind]
+    times_seen = np.zeros((LENGTH, LENGTH), int)
+    for (first, last), (start, end), slope in magi_peers.slices(Case(kind, lengths, ())):
+        row, column = np.mgrid[: last - first, : end - start]
+        seen = np.ones(row.shape, bool)
+        if slope in (magi_peers.CAUSAL, magi_peers.BICAUSAL):
+            seen &= column - row <= (end - start) - (last - first)
+        if slope == magi_peers.BICAUSAL:
+            seen &= column >= row
+        times_seen[first:last, start:end] += seen
+    np.testing.assert_array_equal(times_seen, mask.dense())
 
 
 def test_what_differs_is_refused():
