@@ -139,7 +139,11 @@ def _programs(call: Callable) -> _Programs:
 
 
 def cudnn(case: Case) -> Passes:
-    """cuDNN through `jax.nn`; documents through the packed layout that JAX has beneath it."""
+    """cuDNN through `jax.nn`; documents through the packed layout that JAX has beneath it.
+
+    That layout has sums of dQ of all tokens for each document, and cuDNN 9.19 gives a wrong dQ for documents
+    whose sums begin at element 2**32 or later: `kernels.compare` then leaves out its gradients.
+    """
     options = {
         "full": {},
         "causal": {"is_causal": True},

@@ -154,15 +154,21 @@ def ours(implementation: str | None) -> Callable:
 
 
 class Calls(NamedTuple):
-    """Who runs a mask, and why others do not."""
+    """Who runs a mask, why others do not, and who gives its output but not its gradients."""
 
     passes: dict[str, Passes]
     errors: dict[str, str]
+    forward_only: set[str]
+
+    def of(self, which: str) -> dict[str, Passes]:
+        """Those that run a pass."""
+        left_out = () if which == "forward" else self.forward_only
+        return {name: passes for name, passes in self.passes.items() if name not in left_out}
 
 
 def make_calls(case: Case, table: SliceTable, args: argparse.Namespace) -> Calls:
     """Ours and the peers that take a case, lazily where they are not of JAX."""
-    calls = Calls({}, {})
+    calls = Calls({}, {}, set())
     for implementation in args.implementations:
         named = None if implementation == "default" else implementation
         label = "ours" if named is None else f"ours_{named}"
@@ -174,14 +180,17 @@ def make_calls(case: Case, table: SliceTable, args: argparse.Namespace) -> Calls
 
 
 @contextlib.contextmanager
-def refusals(name: str, calls: Calls) -> Iterator[None]:
-    """A peer that refuses a case is reported, never hidden; ours has to take every one."""
+def refusals(name: str, calls: Calls, which: str = "forward") -> Iterator[None]:
+    """A peer that refuses a pass is reported, never hidden; ours has to take every one."""
     try:
         yield
     except Exception as problem:
         if name.startswith("ours"):
             raise
-        calls.passes.pop(name, None)
+        if which == "forward":
+            calls.passes.pop(name, None)
+        else:
+            calls.forward_only.add(name)
         calls.errors[name] = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
 
 
@@ -190,8 +199,8 @@ def compile_all(calls: dict[str, Calls], passes: list[str]) -> None:
 
     def compile(place: tuple[Calls, str, str]) -> None:
         here, name, which = place
-        with refusals(name, here):
-            if name in here.passes:
+        with refusals(name, here, which):
+            if name in here.of(which):
                 here.passes[name].compile(which)
 
     every = [(here, name) for here in calls.values() for name in here.passes]
@@ -213,11 +222,11 @@ def measure_mask(calls: Calls, shape: tuple[int, ...], args: argparse.Namespace)
 
 
 def compare(calls: Calls, shape: tuple[int, ...], passes: list[str]) -> None:
-    """Leaves out peers whose output or gradients are not ours."""
+    """Leaves out peers whose output is not ours, and from other passes those whose gradients are not."""
     for which in passes:
         expected: list[jax.Array] = []
-        for name, each in list(calls.passes.items()):
-            with refusals(name, calls):
+        for name, each in calls.of(which).items():
+            with refusals(name, calls, which):
                 found = as_rows(getattr(each, which)(), shape)
                 expected = expected or found
                 refuse_difference(which, found, expected)
@@ -232,8 +241,8 @@ def in_turns(calls: Calls, which: str, lead_s: float, budget_s: float) -> dict[s
     once: dict[str, float] = {}
     times: dict[str, list[float]] = collections.defaultdict(list)
     for turn in range(-1, TURNS):
-        for name, passes in list(calls.passes.items()):
-            with refusals(name, calls):
+        for name, passes in calls.of(which).items():
+            with refusals(name, calls, which):
                 call, wait = getattr(passes, which), passes.wait
                 if turn < 0:
                     wait(call())
@@ -244,7 +253,7 @@ def in_turns(calls: Calls, which: str, lead_s: float, budget_s: float) -> dict[s
                 least = LEAST_CALLS if once[name] < LONG_S else 1
                 count = max(least, int(budget_s / TURNS / once[name]))
                 times[name].append(mean_seconds(call, wait, count))
-    return {name: statistics.median(times[name]) for name in calls.passes}
+    return {name: statistics.median(times[name]) for name in calls.of(which)}
 
 
 def make_operands(length: int, head_dim: int) -> tuple[jax.Array, ...]:

@@ -30,6 +30,26 @@ def test_a_pass_is_made_as_often_as_it_counts(passes, which, target):
     assert len(getattr(passes, which)()) == REPEATS
 
 
+def test_a_peer_with_other_gradients_is_timed_forward_alone(passes):
+    def doubled():
+        return jax.tree.map(lambda x: 2 * x, passes.backward())
+
+    peer = passes._replace(backward=doubled)
+    calls = kernels.Calls({"ours": passes, "peer": peer, "other": passes}, {}, set())
+    shape = kernels.make_operands(LENGTH, 64)[0].shape
+    kernels.compare(calls, shape, ["forward", "backward"])
+    assert list(calls.of("forward")) == ["ours", "peer", "other"]
+    assert list(calls.of("backward")) == list(calls.of("both")) == ["ours", "other"]
+    assert calls.errors == {"peer": "ValueError: backward: differs from ours by 1"}
+
+
+def test_a_peer_with_another_output_is_not_timed(passes):
+    peer = passes._replace(forward=lambda: [2 * out for out in passes.forward()])
+    calls = kernels.Calls({"ours": passes, "peer": peer}, {}, set())
+    kernels.compare(calls, kernels.make_operands(LENGTH, 64)[0].shape, ["forward", "backward"])
+    assert list(calls.of("forward")) == ["ours"]
+
+
 def test_the_lead_is_not_timed():
     """What is slow at first does not count."""
     calls = []
