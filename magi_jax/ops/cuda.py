@@ -30,11 +30,13 @@ class BackwardItems(NamedTuple):
         tiles: tiles of keys, or parts of them by heads; 0 where another kernel took them.
         documents: tiles of short documents, or parts of them by heads.
         segments: tiles whose walk is cut into segments of queries.
+        short_runs: tiles that see short runs of queries, walked in shorter blocks.
     """
 
     tiles: jax.Array
     documents: jax.Array
     segments: jax.Array
+    short_runs: jax.Array
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class CudaImplementation(base.Implementation):
         dtypes = (jnp.dtype(dq_dtype), k.dtype)
         *_, scratch = ffa_calls.backward_results(kernel, tensors, table, dtypes, None, **options)
         # Words of `Counter` in backward.h.
-        return BackwardItems(scratch[1], scratch[2], scratch[4])
+        return BackwardItems(scratch[1], scratch[2], scratch[4], scratch[6])
 
     def describe(
         self, q: Any, k: Any, v: Any, table: SliceTable, logits_soft_cap: float = 0.0

@@ -108,8 +108,8 @@ def test_long_sequence(path):
 
 @paths
 @pytest.mark.parametrize("seed", range(6))
-def test_more_queries_than_a_short_call(path, seed):
-    """Hopper's backward walks them in blocks of 80, those of 2,048 and fewer in blocks of 64."""
+def test_more_queries_than_a_short_run(path, seed):
+    """Hopper's backward walks them in blocks of 64 or 80, as the runs of the table are short or long."""
     rng = np.random.default_rng(seed)
     q_len = (2079, 2080, 2081, 2479, 2050, 2100)[seed]
     num_heads, num_kv_heads = [(1, 1), (6, 2), (8, 1)][seed % 3]

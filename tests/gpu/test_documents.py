@@ -61,8 +61,8 @@ def zeros(mask, heads, kv_heads):
         ("causal", 32, jnp.bfloat16, "documents"),
         ("gaps", 32, jnp.bfloat16, "documents"),
         ("mixed", 32, jnp.bfloat16, "documents"),
-        ("causal", 32, jnp.float32, "tiles"),  # float32 dQ is added to
-        ("one", 32, jnp.bfloat16, "tiles"),
+        ("causal", 32, jnp.float32, "short_runs"),  # float32 dQ is added to
+        ("one", 32, jnp.bfloat16, "short_runs"),
         ("long", 16, jnp.bfloat16, "segments"),
     ],
 )

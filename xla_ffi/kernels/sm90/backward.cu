@@ -95,6 +95,11 @@ bool MayBeDocuments(const Problem& problem, bool fixed_order, bool rounds_dq) {
          problem.q_len / problem.num_slices <= kLongestMeanDocument;
 }
 
+bool TakesShortRuns(const Problem& problem, bool fixed_order) {
+  return sm90::TakesShortRuns(problem.head_dim, problem.logits_soft_cap != 0.0f) && !fixed_order &&
+         problem.q_len <= kMostShortQueries;
+}
+
 size_t QueryGradientBytes(const Problem& problem) {
   return sizeof(float) * problem.q_len * problem.num_heads * problem.head_dim;
 }
@@ -204,6 +209,10 @@ BackwardKernelParams MakeKernelParams(const BackwardParams& backward) {
     params.num_cut_items = params.counter + kCutItems;
     params.cut_counter = params.counter + kCutItemsTaken;
   }
+  if (TakesShortRuns(problem, backward.fixed_order)) {
+    params.num_short_items = params.counter + kShortItems;
+    params.short_counter = params.counter + kShortItemsTaken;
+  }
   params.least_item_blocks = kLeastItemBlocks;
   params.item_blocks = kItemBlocks;
   return params;
@@ -307,13 +316,13 @@ size_t BackwardScratchBytes(const Problem& problem, DType dkv_dtype, bool fixed_
 
 void DescribeBackward(const Problem& problem, bool fixed_order, char* text, size_t size) {
   const BackwardInstantiation* found = Find(problem);
-  const bool few = TakesFewQueries(problem.head_dim, problem.logits_soft_cap != 0.0f) &&
-                   !fixed_order && problem.q_len <= kFewQueries;
-  const int queries = SharingOf(problem.head_dim) == Sharing::kColumns && !few
-                          ? kLongQueries
-                          : BlockQueries(problem.head_dim);
-  std::snprintf(text, size, "%s backward, tiles of %d keys, blocks of %d queries",
-                found == nullptr ? "none" : found->name, TileKeys(problem.head_dim), queries);
+  const bool takes_short = TakesShortRuns(problem, fixed_order);
+  const bool takes_long = SharingOf(problem.head_dim) == Sharing::kColumns &&
+                          !(takes_short && problem.q_len < kLongRun);
+  const int queries = takes_long ? kLongQueries : BlockQueries(problem.head_dim);
+  std::snprintf(text, size, "%s backward, tiles of %d keys, blocks of %d queries%s",
+                found == nullptr ? "none" : found->name, TileKeys(problem.head_dim), queries,
+                takes_long && takes_short ? ", 64 where runs are short" : "");
 }
 
 cudaError_t Backward(const BackwardParams& given, cudaStream_t stream) {

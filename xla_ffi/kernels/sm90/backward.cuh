@@ -159,11 +159,16 @@ cudaError_t LaunchInOrder(const BackwardParams& backward, const BackwardKernelPa
       if (error != cudaSuccess) return error;
     }
   }
-  if constexpr (TakesFewQueries(kHeadDim, kSoftCap)) {
-    if (params.q_len <= kFewQueries) {
-      return LaunchInstantiation<
+  if constexpr (TakesShortRuns(kHeadDim, kSoftCap)) {
+    if (params.num_short_items != nullptr) {
+      BackwardKernelParams runs = params;
+      runs.num_items = params.num_short_items;
+      runs.counter = params.short_counter;
+      const cudaError_t error = LaunchInstantiation<
           BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false, false, false, true>>(
-          backward, params, blocks, stream);
+          backward, runs, blocks, stream);
+      // No run is longer than the call.
+      if (error != cudaSuccess || params.q_len < kLongRun) return error;
     }
   }
   if constexpr (CutsWalks(kHeadDim, kSoftCap)) {

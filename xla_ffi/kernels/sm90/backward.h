@@ -22,6 +22,8 @@ enum Counter {
   kDocumentItemsTaken,
   kCutItems,
   kCutItemsTaken,
+  kShortItems,
+  kShortItemsTaken,
   kCounters
 };
 

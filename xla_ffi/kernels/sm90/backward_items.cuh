@@ -68,7 +68,12 @@ struct Divisors {
 struct TileStats {
   unsigned long long all_blocks;  // of one head
   int most_blocks;                // of one tile and head
+  int runs;
   bool any_split;
+
+  __device__ __forceinline__ bool RunsAreShort(int block_queries) const {
+    return all_blocks * block_queries < static_cast<unsigned long long>(runs) * kLongRun;
+  }
 
   __device__ __forceinline__ bool AreAlike(int num_tiles) const {
     return int64_t{most_blocks} * num_tiles * 5 <= static_cast<int64_t>(all_blocks) * 7;

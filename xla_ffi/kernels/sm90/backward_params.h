@@ -37,7 +37,7 @@ constexpr int BlockQueries(int head_dim) {
 constexpr int TileKeys(int head_dim) { return SharingOf(head_dim) == Sharing::kPaired ? 64 : 128; }
 
 // What fits where dQ is made transposed: blocks of kColumns, but those of documents and short
-// calls.
+// runs.
 constexpr int kLongQueries = 80;
 
 // Whether tiles' walks may be cut into segments of queries: what a walk of 65536 reads of a head
@@ -51,10 +51,11 @@ constexpr bool TakesDocuments(int head_dim, bool soft_cap) {
   return head_dim == 2 * kChunk && !soft_cap;
 }
 
-// Whether calls of few queries have an instantiation with shorter blocks, which reach less far past
-// the edges of their masks.
-constexpr int kFewQueries = 2048;
-constexpr bool TakesFewQueries(int head_dim, bool soft_cap) {
+// Whether masks in which tiles see short runs of queries have an instantiation with shorter blocks,
+// which reach less far past the ends of a run. It is the faster one where runs have fewer than
+// kLongRun queries in the mean; longer calls, which have not been timed, keep long blocks.
+constexpr int kLongRun = 1600, kMostShortQueries = 16384;  // of a run, and of a call
+constexpr bool TakesShortRuns(int head_dim, bool soft_cap) {
   return TakesDocuments(head_dim, soft_cap);
 }
 
@@ -258,7 +259,8 @@ struct BackwardKernelParams {
   int* turns;          // [kConsumers, K, tiles of keys]
   int* tile_order;     // tiles of keys as they add
   int* first_queries;
-  int *num_cut_items, *cut_counter;  // in their place where walks are cut, or null
+  int *num_cut_items, *cut_counter;      // in their place where walks are cut, or null
+  int *num_short_items, *short_counter;  // and where runs are short, or null
   // Documents, else null.
   int *num_document_items, *document_counter;
   uint8_t* query_sums;                 // [sum_slots, N, kConsumers, kGradientBytes]

@@ -38,6 +38,11 @@ __device__ __forceinline__ int BlocksOfTile(const TileRuns& by_key, int table_ti
   return static_cast<int>(min(blocks, int64_t{1} << 24));
 }
 
+__device__ __forceinline__ int RunsOfTile(const TileRuns& by_key, int table_tile) {
+  const int first = max(by_key.ptr[table_tile], 0);
+  return max(min(by_key.ptr[table_tile + 1], by_key.num_runs) - first, 0);
+}
+
 // The segments of queries in which a table tile's walk is done. Walks no longer than a segment stay
 // whole, and so do those of more slices than a note has room for, since notes cut slices.
 struct Segments {
@@ -120,7 +125,7 @@ __device__ void PlanWork(const BackwardKernelParams& params, const Divisors& div
                          int block_queries, int num_sms) {
   __shared__ int warp_counts[kPlanThreads / 32];
   __shared__ TileStats stats;
-  if (threadIdx.x == 0) stats = {0, 0, false};
+  if (threadIdx.x == 0) stats = {0, 0, 0, false};
   __syncthreads();
   // Of each tile. Tables of up to 131072 keys need no memory for it, which is busy being cleared.
   __shared__ int few_blocks[kPlanThreads];
@@ -135,6 +140,7 @@ __device__ void PlanWork(const BackwardKernelParams& params, const Divisors& div
     blocks_of[tile] = blocks;
     atomicAdd(&stats.all_blocks, blocks);
     atomicMax(&stats.most_blocks, blocks);
+    atomicAdd(&stats.runs, RunsOfTile(params.by_key, tile / params.parts_per_tile));
   }
   __syncthreads();
   int item_blocks = stats.ItemBlocks(params, num_tiles, group, num_sms);
@@ -216,7 +222,11 @@ __device__ void PlanWork(const BackwardKernelParams& params, const Divisors& div
         SegmentsOfTile(params, segment_queries, tile / params.parts_per_tile).count;
   }
   if (threadIdx.x == 0) {
-    int* const num_items = cuts ? params.num_cut_items : params.num_items;
+    const bool takes_short = params.num_short_items != nullptr && !cuts &&
+                             (params.q_len < kLongRun || stats.RunsAreShort(block_queries));
+    int* const num_items = cuts          ? params.num_cut_items
+                           : takes_short ? params.num_short_items
+                                         : params.num_items;
     *num_items = listed;
   }
 }
