@@ -42,13 +42,15 @@ def _damaged(rng, table, name):
 
 
 def _masks():
-    """Documents with rows that see all of them; few queries of many keys, whose walks Hopper cuts; and
-    documents whose tiles wait for each other in Hopper's backward."""
+    """Documents with rows that see all of them; few queries of many keys, whose walks Hopper cuts;
+    documents whose tiles wait for each other in Hopper's backward; and more queries than a short
+    call of it has."""
     documents = mj.masks.varlen([200, 1, 130, 69], causal=True)
     return {
         "documents": documents | mj.masks.global_rows(400, rows=(380, 400)),
         "long_walks": mj.masks.causal(150, 4300, offset=4150),
         "short_documents": mj.masks.varlen([40, 300, 129, 64, 190] * 5, causal=True),
+        "many_queries": mj.masks.local(2200, window=(300, 0)),
     }
 
 
