@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     for (int i = 0; i < Traits::kAllGradientPlaces; ++i) {
       BarrierInit(&shared.dq_full[i], Traits::kGroupArrivals);
-      BarrierInit(&shared.dq_empty[i], Traits::kOrdered ? Traits::kProducerArrivals : 1);
+      BarrierInit(&shared.dq_empty[i],
+                  Traits::kOrdered || Traits::kDocuments ? Traits::kProducerArrivals : 1);
       BarrierInit(&shared.sums_full[i], 1);
     }
     if constexpr (Traits::kPaired) {
@@ -76,10 +77,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           .Work();
     } else if (warp <= Traits::kConsumers) {
       if constexpr (Traits::kDocuments) {
-        GradientCarrier<Traits>(params, dq_map, shared, warp - 1).Work();
+        GradientTaker<Traits>(params, dq_map, shared, warp - 1).Work();
       } else {
         AddGradients<Traits>(params, dq_map, dk_map, dv_map, shared, warp - 1);
       }
+    } else if constexpr (Traits::kDocuments) {
+      BringSums<Traits>(params, shared);
     }
   } else {
     RaiseRegisters<Traits::kConsumerRegisters>();

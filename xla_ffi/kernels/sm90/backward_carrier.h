@@ -36,54 +36,92 @@ struct HeaderInLanes {
   }
 };
 
-// One warp for each consumer: brings what tiles before gave to a block's dQ, and takes away what
-// the consumer makes of it, so that consumers, whose fences wait for all that they write, never
-// write to global memory. A block's sums are brought before the block before it is taken, if they
-// are there by then.
+// Walks the notes of blocks beside the consumers.
 template <typename Traits>
-struct GradientCarrier {
+struct NoteReader {
+  BackwardStorage<Traits>& shared;
+  const int lane = threadIdx.x % 32;
+  StageRing<Traits::kStages> ring;
+
+  __device__ __forceinline__ explicit NoteReader(BackwardStorage<Traits>& shared)
+      : shared(shared) {}
+
+  // The note of the next block; of none once there are no more.
+  __device__ __forceinline__ bool Next(HeaderInLanes& note) {
+    while (true) {
+      BarrierWait(&shared.q_full[ring.slot], ring.parity);
+      note = HeaderInLanes{shared.notes[ring.slot].header};
+      __syncwarp();
+      if (kEveryLaneArrives || lane == 0) BarrierArrive(&shared.q_empty[ring.slot]);
+      ring.Advance();
+      const int flags = note.template At<offsetof(QueryBlockHeader, flags)>();
+      if (flags & kEmptyTile) continue;
+      return !(flags & kEndOfWork);
+    }
+  }
+};
+
+// Of consumer `consumer`, for block `block`: blocks take turns in its places.
+template <typename Traits>
+__device__ __forceinline__ int BarrierOfBlock(uint32_t block, int consumer) {
+  return block % 2 * Traits::kConsumers + consumer;
+}
+
+template <typename Traits>
+__device__ __forceinline__ uint8_t* PlaceInShared(BackwardStorage<Traits>& shared, uint32_t block,
+                                                  int consumer) {
+  return shared.dq[consumer] + block % 2 * Traits::kGradientBytes;
+}
+
+// One warp: brings what tiles before gave to a block's dQ as soon as it is there and its place is
+// free, a lane for each consumer. Those who take dQ away do not wait for it, so what it waits for
+// never waits for it.
+template <typename Traits>
+__device__ void BringSums(const BackwardKernelParams& params, BackwardStorage<Traits>& shared) {
+  NoteReader<Traits> notes(shared);
+  HeaderInLanes note;
+  const int consumer = notes.lane;
+  for (uint32_t block = 0; notes.Next(note); ++block) {
+    const int flags = note.template At<offsetof(QueryBlockHeader, flags)>(),
+              slot = note.template At<offsetof(QueryBlockHeader, sum_slot)>(),
+              head = note.template At<offsetof(QueryBlockHeader, head)>(),
+              flag = note.template At<offsetof(QueryBlockHeader, flag_before)>();
+    if (flags & kBeganBefore && consumer < Traits::kConsumers) {
+      const int64_t at = PlaceOfBlock<Traits>(params, slot, head, consumer);
+      const int barrier = BarrierOfBlock<Traits>(block, consumer);
+      BarrierWait(&shared.dq_empty[barrier], block >> 1 & 1 ^ 1);
+      while (AcquireWord(params.sum_flags + at) < flag) {
+      }
+      FenceAsyncProxyGlobal();
+      BarrierArriveExpect(&shared.sums_full[barrier], Traits::kGradientBytes);
+      CopyBytes(PlaceInShared(shared, block, consumer),
+                params.query_sums + at * Traits::kGradientBytes, Traits::kGradientBytes,
+                &shared.sums_full[barrier]);
+    }
+    __syncwarp();
+  }
+}
+
+// One warp for each consumer: takes away what it makes of a block's dQ, so that consumers, whose
+// fences wait for all that they write, never write to global memory.
+template <typename Traits>
+struct GradientTaker {
   const BackwardKernelParams& params;
   const CUtensorMap& dq_map;
   BackwardStorage<Traits>& shared;
   const int consumer;
   const int lane = threadIdx.x % 32;
-  StageRing<Traits::kStages> ring;
   uint32_t taken = 0;  // blocks
 
-  __device__ __forceinline__ GradientCarrier(const BackwardKernelParams& params,
-                                             const CUtensorMap& dq_map,
-                                             BackwardStorage<Traits>& shared, int consumer)
+  __device__ __forceinline__ GradientTaker(const BackwardKernelParams& params,
+                                           const CUtensorMap& dq_map,
+                                           BackwardStorage<Traits>& shared, int consumer)
       : params(params), dq_map(dq_map), shared(shared), consumer(consumer) {}
 
   __device__ void Work() {
-    bool waits = false;  // a block has still to be taken
-    HeaderInLanes before;
-    while (true) {
-      BarrierWait(&shared.q_full[ring.slot], ring.parity);
-      const HeaderInLanes next{shared.notes[ring.slot].header};
-      __syncwarp();
-      if (kEveryLaneArrives || lane == 0) BarrierArrive(&shared.q_empty[ring.slot]);
-      ring.Advance();
-      const int flags = Flags(next);
-      if (flags & kEmptyTile) continue;
-      if (flags & kEndOfWork) break;
-      if (flags & kBeganBefore) {
-        const int64_t place = PlaceOf(next);
-        const int flag = next.template At<offsetof(QueryBlockHeader, flag_before)>();
-        if (!IsThere(place, flag)) {
-          // What this waits for may wait for what is still to be taken here.
-          if (waits) Take(before);
-          waits = false;
-          while (!IsThere(place, flag)) {
-          }
-        }
-        if (lane == 0) Bring(place, taken + waits);
-      }
-      if (waits) Take(before);
-      before = next;
-      waits = true;
-    }
-    if (waits) Take(before);
+    NoteReader<Traits> notes(shared);
+    HeaderInLanes note;
+    while (notes.Next(note)) Take(note);
     WaitBoxes();
   }
 
@@ -95,31 +133,13 @@ struct GradientCarrier {
     return PlaceOfBlock<Traits>(params, header.template At<offsetof(QueryBlockHeader, sum_slot)>(),
                                 header.template At<offsetof(QueryBlockHeader, head)>(), consumer);
   }
-  __device__ __forceinline__ int Barrier(uint32_t block) const {
-    return block % 2 * Traits::kConsumers + consumer;
-  }
-  __device__ __forceinline__ uint8_t* Place(uint32_t block) const {
-    return shared.dq[consumer] + block % 2 * Traits::kGradientBytes;
-  }
-
-  __device__ __forceinline__ bool IsThere(int64_t place, int flag) const {
-    return __any_sync(0xFFFFFFFF, lane == 0 && AcquireWord(params.sum_flags + place) >= flag);
-  }
-
-  // One lane, the same that has seen the flag.
-  __device__ __forceinline__ void Bring(int64_t place, uint32_t block) {
-    FenceAsyncProxyEverywhere();
-    uint64_t* const barrier = &shared.sums_full[Barrier(block)];
-    BarrierArriveExpect(barrier, Traits::kGradientBytes);
-    CopyBytes(Place(block), params.query_sums + place * Traits::kGradientBytes,
-              Traits::kGradientBytes, barrier);
-  }
 
   __device__ __forceinline__ void Take(const HeaderInLanes& block) {
-    uint8_t* const place = Place(taken);
+    uint8_t* const place = PlaceInShared(shared, taken, consumer);
+    const int barrier = BarrierOfBlock<Traits>(taken, consumer);
     const bool ends_later = Flags(block) & kEndsLater;
     const int64_t at = PlaceOf(block);
-    BarrierWait(&shared.dq_full[Barrier(taken)], taken >> 1 & 1);
+    BarrierWait(&shared.dq_full[barrier], taken >> 1 & 1);
     if (ends_later) {
       if (lane == 0)
         TakeBytes(params.query_sums + at * Traits::kGradientBytes, place, Traits::kGradientBytes);
@@ -129,13 +149,13 @@ struct GradientCarrier {
     CommitBoxes();
     WaitBoxesRead();
     __syncwarp();
-    if (lane == 0) BarrierArrive(&shared.dq_empty[Barrier(taken)]);
+    if (kEveryLaneArrives || lane == 0) BarrierArrive(&shared.dq_empty[barrier]);
     ++taken;
     if (!ends_later) return;
     const int flag = block.template At<offsetof(QueryBlockHeader, flag_after)>();
     if (lane == 0) {
       WaitBoxes();
-      FenceAsyncProxyEverywhere();
+      FenceAsyncProxyGlobal();
       ReleaseWord(params.sum_flags + at, flag);
     }
     __syncwarp();

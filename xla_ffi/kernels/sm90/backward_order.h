@@ -51,13 +51,14 @@ struct QueryTurn {
         break;
       }
     }
-    FenceAsyncProxyEverywhere();
+    __syncwarp();  // the lane that adds has acquired what any lane has
+    FenceAsyncProxyGlobal();
   }
 
   // One thread, after it has handed the block to the copy engine.
   __device__ __forceinline__ void Pass(const GradientNote& note) const {
     WaitBoxes();
-    FenceAsyncProxyEverywhere();
+    FenceAsyncProxyGlobal();
     SetProgress(ProgressOfHead(params, consumer, note.head) + note.rank,
                 {note.next_row, min(note.next_row, before)});
   }

@@ -100,8 +100,8 @@ struct BackwardTraits {
   static constexpr int kProducerArrivals = kEveryLaneArrives ? 32 : 1;
   static constexpr int kGroupArrivals = kEveryLaneArrives ? 128 : 4;
   static constexpr int kConsumerArrivals = kGroupArrivals * kConsumers;
-  // By which the warps that carry dQ of documents give notes back.
-  static constexpr int kSumArrivals = kDocuments ? kConsumers * kProducerArrivals : 0;
+  // By which the warps that bring and take dQ of documents give notes back.
+  static constexpr int kSumArrivals = kDocuments ? (kConsumers + 1) * kProducerArrivals : 0;
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
 

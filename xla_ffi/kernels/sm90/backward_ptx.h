@@ -18,9 +18,12 @@ __device__ __forceinline__ void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The same for all of memory, in both directions.
-__device__ __forceinline__ void FenceAsyncProxyEverywhere() {
-  asm volatile("fence.proxy.async;" ::: "memory");
+// Orders this thread's accesses to global memory and those of the copy engine, in both directions.
+// Enough where a word tells of what the copy engine did there: who tells has waited until it is
+// complete, who is told acquires the word, and shared memory is handed over by mbarriers. For all
+// of memory the fence would first wait for everything that the thread has under way.
+__device__ __forceinline__ void FenceAsyncProxyGlobal() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // The kernels of a call begin while the one before still runs (see LaunchNext): until this returns,
