@@ -73,6 +73,19 @@ __device__ __forceinline__ uint8_t* PlaceInShared(BackwardStorage<Traits>& share
   return shared.dq[consumer] + block % 2 * Traits::kGradientBytes;
 }
 
+// Until the place of a block is free: the block before in it has been handed over and taken. An
+// mbarrier tells two phases apart by turns, so neither may be waited for two phases early, nor
+// late. Not late, as this block waits for what will be brought. Not early: with its note in a slot,
+// the consumers have handed over what stood in the slot before, three blocks ago, so the blocks up
+// to it; and when they hand over the block two ago they have found its place free.
+template <typename Traits>
+__device__ __forceinline__ void AwaitPlace(BackwardStorage<Traits>& shared, int barrier,
+                                           uint32_t parity) {
+  static_assert(Traits::kStages <= 3);
+  BarrierWait(&shared.dq_full[barrier], parity);
+  BarrierWait(&shared.dq_empty[barrier], parity);
+}
+
 // One warp: brings what tiles before gave to a block's dQ as soon as it is there and its place is
 // free, a lane for each consumer. Those who take dQ away do not wait for it, so what it waits for
 // never waits for it.
@@ -87,9 +100,9 @@ __device__ void BringSums(const BackwardKernelParams& params, BackwardStorage<Tr
               head = note.template At<offsetof(QueryBlockHeader, head)>(),
               flag = note.template At<offsetof(QueryBlockHeader, flag_before)>();
     if (flags & kBeganBefore && consumer < Traits::kConsumers) {
-      const int64_t at = PlaceOfBlock<Traits>(params, slot, head, consumer);
       const int barrier = BarrierOfBlock<Traits>(block, consumer);
-      BarrierWait(&shared.dq_empty[barrier], block >> 1 & 1 ^ 1);
+      AwaitPlace(shared, barrier, block >> 1 & 1 ^ 1);
+      const int64_t at = PlaceOfBlock<Traits>(params, slot, head, consumer);
       while (AcquireWord(params.sum_flags + at) < flag) {
       }
       FenceAsyncProxyGlobal();

@@ -8,17 +8,18 @@
 
 namespace magi_jax::sm90 {
 
-constexpr int kDocumentsPerSm = 4;  // a mask may be documents where each SM could have so many
-// A block of queries is walked by at most so many tiles in the mean, and a thread block has at
-// least so many blocks of queries for each tile that walks one: else additions in global memory are
-// faster.
-constexpr int kMostTilesOfBlock = 5, kLeastBlocksPerTile = 6;
+constexpr int kDocumentsPerSm = 2;  // a mask may be documents where each SM could have so many
+// A block of queries is walked by at most so many tiles in the mean, of causal documents by more,
+// and a thread block has at least so many blocks of queries for each tile that walks one: else
+// additions in global memory are faster.
+constexpr int kMostTilesOfBlock = 5, kMostTilesOfCausalBlock = 9, kLeastBlocksPerTile = 6;
 constexpr int kItemLengths = 32;  // classes of items, the longest dealt out first
 
 struct DocumentStats {
   // Of one head: what tiles walk, blocks of queries, those whose dQ goes from tile to tile, and
   // what one tile walks at most.
   unsigned long long walked;
+  unsigned long long whole;  // that they would walk if they saw all
   int blocks, kept, longest_tile;
   int count, items;  // documents, and what they are dealt out as
 
@@ -27,9 +28,14 @@ struct DocumentStats {
     return static_cast<int>(walked * params.num_heads / kDocumentBlocks);
   }
 
+  __device__ __forceinline__ bool AreCausal() const {
+    return 2 * walked >= whole && 4 * walked <= 3 * whole;
+  }
+
   __device__ __forceinline__ bool PayOff(const BackwardKernelParams& params) const {
     const int64_t all = static_cast<int64_t>(walked) * params.num_heads;
-    return static_cast<int64_t>(walked) <= int64_t{blocks} * kMostTilesOfBlock &&
+    const int most_tiles = AreCausal() ? kMostTilesOfCausalBlock : kMostTilesOfBlock;
+    return static_cast<int64_t>(walked) <= int64_t{blocks} * most_tiles &&
            int64_t{blocks} * blocks * params.num_heads >=
                static_cast<int64_t>(walked) * kLeastBlocksPerTile * kDocumentBlocks &&
            int64_t{longest_tile} * kDocumentBlocks * 2 <= all;
@@ -69,6 +75,7 @@ __device__ bool AreDocuments(const BackwardKernelParams& params, const Divisors&
     if (!fits || IsEmpty(params.slices[i])) continue;
     const Document document = DocumentOf(params, i);
     atomicAdd(&stats.walked, document.BlocksOfHead());
+    atomicAdd(&stats.whole, uint64_t{1} * document.NumTiles() * document.NumBlocks());
     atomicAdd(&stats.blocks, document.NumBlocks());
     atomicAdd(&stats.kept, KeptBlocks(document));
     atomicMax(&stats.longest_tile, document.NumBlocks());
