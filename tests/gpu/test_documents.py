@@ -63,12 +63,16 @@ def zeros(mask, heads, kv_heads):
         ("mixed", 32, jnp.bfloat16, "documents"),
         ("causal", 32, jnp.float32, "short_runs"),  # float32 dQ is added to
         ("one", 32, jnp.bfloat16, "short_runs"),
+        ("longer causal", 32, jnp.bfloat16, "documents"),
+        ("longer full", 32, jnp.bfloat16, "short_runs"),  # 12 tiles walk each block
         ("long", 16, jnp.bfloat16, "segments"),
     ],
 )
 def test_kernel_that_ran(kind, heads, dtype, taken):
     if kind == "one":
         mask = masks.causal(1000)
+    elif kind.startswith("longer"):
+        mask = masks.varlen([1500] * 8, causal=kind == "longer causal")
     elif kind == "long":
         mask = masks.full(40000, 256)
     else:
