@@ -21,8 +21,8 @@ from magi_jax.solver.work.find_work import Work
 # Late queries are taken where they are predicted to take up to so many times what stages in one step do: at
 # two ranks one causal document took less with them where they are predicted 0.7 % slower.
 TIE = 1.02
-# A call more at the beginning of a backward pass is made where it is predicted to spare so much: predictions of
-# less tell nothing.
+# A call more at the beginning of a backward pass is made where it is predicted to spare so much; less
+# than that a prediction cannot tell.
 CLEARLY = 0.993
 
 
