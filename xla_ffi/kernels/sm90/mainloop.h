@@ -28,6 +28,10 @@ struct Consumer {
   // more branch in it costs more than short blocks save.
   static constexpr int kFirstLogits =
       Traits::kTurns == Turns::kProducts ? Traits::kShortKeys / 2 : kLogits;
+  // Whether most steps of a long walk have code of their own. Turns at the softmax are of no use in
+  // it: without a branch between, the assembler takes exponentials out of them.
+  static constexpr bool kPlainSteps =
+      Traits::kLazy && !Traits::kTransform && Traits::kTurns == Turns::kProducts;
   static constexpr int kOutputs = Traits::kVHeadDim / 2;
 
   const KernelParams& params;
@@ -56,8 +60,7 @@ struct Consumer {
         scale_log2(Traits::kTransform ? 1.0f : params.scale * kLog2e) {}
 
   __device__ __forceinline__ void Work() {
-    WaitForKeys();
-    const BlockHeader first = shared.notes[0].header;
+    const BlockHeader first = NextBlock();
     int flags = first.flags;
     if (flags & kEndOfWork) return;
 
@@ -65,10 +68,10 @@ struct Consumer {
     if (warpgroup == 1) NamedBarrierArrive(kTurnBarrier, 256);
 
     while (true) {
-      WaitForKeys();
-      const BlockHeader next = shared.notes[SlotOf<kNotes>(blocks)].header;
-      if (Traits::kLazy) key_start = next.key_start;
+      BlockHeader next = NextBlock();
+      while (IsPlain(flags, next.flags)) flags = PlainStep(next);
       if (next.flags & kEndOfWork) break;
+      if (Traits::kLazy) key_start = next.key_start;
       const int kept = Step(flags, next);
       flags = next.flags | kept | (next.flags & kFirstBlock ? kClosesTile : 0);
     }
@@ -86,6 +89,12 @@ struct Consumer {
   }
 
  private:
+  // What is known of the next block, when its keys are there.
+  __device__ __forceinline__ BlockHeader NextBlock() {
+    WaitForKeys();
+    return shared.notes[SlotOf<kNotes>(blocks)].header;
+  }
+
   // QK and softmax of the first block of all, which has no PV beside it. Returns KeptReferences().
   __device__ __forceinline__ int FirstStep(const BlockHeader& block) {
     const int flags = block.flags;
@@ -104,6 +113,50 @@ struct Consumer {
     if (flags & kLastBlock) ReleaseQueries();
     PackProbabilities<Element>(s, p);
     return KeptReferences();
+  }
+
+  // Whether a step is one of many in the midst of a walk: rows keep their references, the next
+  // block is wholly visible, and neither begins or ends a tile.
+  static __device__ __forceinline__ bool IsPlain(int flags, int next_flags) {
+    constexpr int kTold = kFirstBlock | kShortBlock | kClosesTile | kKeepsReferences;
+    return kPlainSteps && (flags & kTold | next_flags) == kKeepsReferences;
+  }
+
+  // Step() for these, without a test of what is known of them; also finds the block after `next`.
+  __device__ __forceinline__ int PlainStep(BlockHeader& next) {
+    key_start = next.key_start;
+    float s[kLogits];
+    TakeTurn();
+    WgmmaFence();
+    IssueQK(s);
+    WgmmaCommit();
+    WaitForValues();
+    IssuePVSteps<Traits::kBlockN / 16>(0);
+    PassTurn();
+
+    WgmmaWait<1>();
+    PinRegisters(s);
+    ReleaseKeys();
+    float sums[2], rescale[2];
+    bool moved = false;
+    int kept = kKeepsReferences;
+    if (__builtin_expect(
+            !SoftmaxAtReference<kLogits>(s, false, stats, sums, scale_log2, Traits::kMostLazySum),
+            false)) {
+      moved = RaiseReferences(s, stats, sums, rescale);
+      if (!moved) {
+        RecomputeLogits(s);
+        moved = Softmax(s, stats, rescale, scale_log2, params.move_threshold);
+        kept = KeptReferences();
+      }
+    }
+    PinRegisters(s);
+    next = NextBlock();  // beside the end of PV
+    WgmmaWait<0>();
+    FinishPV();
+    if (__builtin_expect(moved, false)) Rescale(o, rescale);
+    PackProbabilities<Element>(s, p);
+    return kept;
   }
 
   // PV of one block beside QK and softmax of the next. Returns kKeepsReferences if those of the
@@ -285,9 +338,11 @@ struct Consumer {
   // given back already, and the other warps of the warpgroup take no part. Rare and slow.
   __device__ __forceinline__ void RecomputeLogits(float (&s)[kLogits]) {
     const Element* q[2];
+    int first_row = thread_row;
+    Forget(first_row);  // or addresses are found ahead of every walk
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int packed_row = thread_row + 8 * i;
+      const int packed_row = first_row + 8 * i;
       const int token = min(tile.token + (packed_row >> params.pack_log2), params.q_len - 1);
       const int head = tile.Head() + (packed_row & ((1 << params.pack_log2) - 1));
       q[i] = static_cast<const Element*>(params.q) +
@@ -348,27 +403,30 @@ struct Consumer {
 
   // One lane of each warp speaks for it: the warp's own products are done, and all lanes have read
   // what stands beside the operands.
-  __device__ __forceinline__ void Release(uint64_t* barrier) {
-    if constexpr (!kEveryLaneArrives) __syncwarp();
-    if (kEveryLaneArrives || threadIdx.x % 32 == 0) BarrierArrive(barrier);
-  }
-
-  // The same for operands that partners share. Lane 1 tells the other one; it is found by the
-  // number of partners, since the compiler would keep a test for 1 in a register that it has not.
-  // Where registers do not suffice for that, lane i tells partner i, which takes longer alone.
-  __device__ __forceinline__ void ReleaseShared(uint64_t* barrier) {
-    const int lane = threadIdx.x % 32, last = params.partners - 1;
-    if constexpr (!Traits::kPairs) {
-      Release(barrier);
-    } else if constexpr (Traits::kTellsApart) {
-      Release(barrier);
-      if ((kEveryLaneArrives || lane == last) && params.partners > 1)
-        ClusterArrive(barrier, last - ClusterRank());
-    } else if constexpr (kEveryLaneArrives) {
-      for (int rank = 0; rank <= last; ++rank) ClusterArrive(barrier, rank);
+  static __device__ __forceinline__ void Release(uint64_t* barrier) {
+    if constexpr (kEveryLaneArrives) {
+      BarrierArrive(barrier);
     } else {
       __syncwarp();
-      if (lane <= last) ClusterArrive(barrier, lane);
+      BarrierArriveByOne(barrier);
+    }
+  }
+
+  // The same for operands that partners share. At some head dims registers do not suffice for a
+  // word to the other thread block of a pair beside the one to its own: there lane i tells partner
+  // i, which takes longer alone.
+  __device__ __forceinline__ void ReleaseShared(uint64_t* barrier) {
+    if constexpr (!Traits::kPairs) {
+      Release(barrier);
+    } else if constexpr (kEveryLaneArrives) {
+      for (int rank = 0; rank < params.partners; ++rank) ClusterArrive(barrier, rank);
+    } else if constexpr (Traits::kTellsApart) {
+      Release(barrier);
+      ClusterArriveByOne(barrier, 1 - ClusterRank(), params.partners > 1);
+    } else {
+      __syncwarp();
+      const int lane = threadIdx.x % 32;
+      if (lane < params.partners) ClusterArrive(barrier, lane);
     }
   }
 

@@ -28,6 +28,14 @@ __device__ __forceinline__ void BarrierArrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }
 
+// The same in one lane of a warp whose lanes are all here; no register says which.
+__device__ __forceinline__ void BarrierArriveByOne(uint64_t* barrier) {
+  asm volatile(
+      "{\n.reg .pred elected;\nelect.sync _|elected, 0xFFFFFFFF;\n"
+      "@elected mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n" ::"r"(SharedAddress(barrier))
+      : "memory");
+}
+
 __device__ __forceinline__ void BarrierArriveExpect(uint64_t* barrier, int bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
@@ -82,6 +90,16 @@ __device__ __forceinline__ uint32_t ClusterAddress(const void* pointer, uint32_t
 __device__ __forceinline__ void ClusterArrive(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(ClusterAddress(barrier, rank))
                : "memory");
+}
+
+// The same in one lane of a warp whose lanes are all here, if `on` is the same in all.
+__device__ __forceinline__ void ClusterArriveByOne(uint64_t* barrier, uint32_t rank, bool on) {
+  asm volatile(
+      "{\n.reg .pred elected, on;\nelect.sync _|elected, 0xFFFFFFFF;\n"
+      "setp.ne.and.b32 on, %1, 0, elected;\n"
+      "@on mbarrier.arrive.shared::cluster.b64 _, [%0];\n}\n" ::"r"(ClusterAddress(barrier, rank)),
+      "r"(static_cast<int>(on))
+      : "memory");
 }
 
 // Stores a word in thread block `rank`; its 4 bytes count towards the phase of `barrier` there.

@@ -62,14 +62,14 @@ template <bool kAllSeen, int kFirst, int kCount>
 __device__ __forceinline__ void Exponentiate(float (&logits)[kCount], bool is_short,
                                              const RowStats& stats, float scale_log2,
                                              float (&sums)[2]) {
-  float reference[2], sum[2][2] = {};
+  float reference[2], sum[2][2];
 #pragma unroll
   for (int row = 0; row < 2; ++row)
     reference[row] = !kAllSeen && stats.reference[row] == -INFINITY ? 0.0f : stats.reference[row];
   const auto exponentiate = [&](int i) {
     const int row = i / 2 % 2;
     logits[i] = Exp2(fmaf(logits[i], scale_log2, -reference[row]));
-    sum[row][i % 2] += logits[i];
+    sum[row][i % 2] = i < 4 ? logits[i] : sum[row][i % 2] + logits[i];
   };
 #pragma unroll
   for (int i = 0; i < kFirst; ++i) exponentiate(i);
