@@ -9,10 +9,11 @@
 namespace magi_jax::sm90 {
 
 constexpr int kDocumentsPerSm = 2;  // a mask may be documents where each SM could have so many
-// A block of queries is walked by at most so many tiles in the mean, of causal documents by more,
-// and a thread block has at least so many blocks of queries for each tile that walks one: else
-// additions in global memory are faster.
-constexpr int kMostTilesOfBlock = 5, kMostTilesOfCausalBlock = 9, kLeastBlocksPerTile = 6;
+// A block of queries is walked by at most so many tiles in the mean, and a thread block has at
+// least so many blocks of queries for each tile that walks one: else additions in global memory are
+// faster. Causal documents may have more tiles, but then want more blocks.
+constexpr int kMostTilesOfBlock = 5, kLeastBlocksPerTile = 6, kMostTilesOfCausalBlock = 13,
+              kLeastBlocksPerCausalTile = 8;
 constexpr int kItemLengths = 32;  // classes of items, the longest dealt out first
 
 struct DocumentStats {
@@ -28,16 +29,22 @@ struct DocumentStats {
     return static_cast<int>(walked * params.num_heads / kDocumentBlocks);
   }
 
+  // Half of them is seen, and somewhat more where blocks and tiles are long beside them.
   __device__ __forceinline__ bool AreCausal() const {
     return 2 * walked >= whole && 4 * walked <= 3 * whole;
   }
 
+  __device__ __forceinline__ bool AreWithin(int most_tiles, int least_blocks, int num_heads) const {
+    const int64_t all = static_cast<int64_t>(walked);
+    return all <= int64_t{blocks} * most_tiles &&
+           int64_t{blocks} * blocks * num_heads >= all * least_blocks * kDocumentBlocks;
+  }
+
   __device__ __forceinline__ bool PayOff(const BackwardKernelParams& params) const {
     const int64_t all = static_cast<int64_t>(walked) * params.num_heads;
-    const int most_tiles = AreCausal() ? kMostTilesOfCausalBlock : kMostTilesOfBlock;
-    return static_cast<int64_t>(walked) <= int64_t{blocks} * most_tiles &&
-           int64_t{blocks} * blocks * params.num_heads >=
-               static_cast<int64_t>(walked) * kLeastBlocksPerTile * kDocumentBlocks &&
+    return (AreWithin(kMostTilesOfBlock, kLeastBlocksPerTile, params.num_heads) ||
+            (AreCausal() &&
+             AreWithin(kMostTilesOfCausalBlock, kLeastBlocksPerCausalTile, params.num_heads))) &&
            int64_t{longest_tile} * kDocumentBlocks * 2 <= all;
   }
 };
