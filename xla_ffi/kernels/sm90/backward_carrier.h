@@ -87,31 +87,33 @@ __device__ __forceinline__ void AwaitPlace(BackwardStorage<Traits>& shared, int 
 }
 
 // One warp: brings what tiles before gave to a block's dQ as soon as it is there and its place is
-// free, a lane for each consumer. Those who take dQ away do not wait for it, so what it waits for
-// never waits for it.
+// free, for one consumer after the other. Those who take dQ away do not wait for it, so what it
+// waits for never waits for it. The lane that sees the flag copies.
 template <typename Traits>
 __device__ void BringSums(const BackwardKernelParams& params, BackwardStorage<Traits>& shared) {
   NoteReader<Traits> notes(shared);
   HeaderInLanes note;
-  const int consumer = notes.lane;
   for (uint32_t block = 0; notes.Next(note); ++block) {
     const int flags = note.template At<offsetof(QueryBlockHeader, flags)>(),
               slot = note.template At<offsetof(QueryBlockHeader, sum_slot)>(),
               head = note.template At<offsetof(QueryBlockHeader, head)>(),
               flag = note.template At<offsetof(QueryBlockHeader, flag_before)>();
-    if (flags & kBeganBefore && consumer < Traits::kConsumers) {
+    if (!(flags & kBeganBefore)) continue;
+    for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
       const int barrier = BarrierOfBlock<Traits>(block, consumer);
       AwaitPlace(shared, barrier, block >> 1 & 1 ^ 1);
       const int64_t at = PlaceOfBlock<Traits>(params, slot, head, consumer);
-      while (AcquireWord(params.sum_flags + at) < flag) {
+      while (__any_sync(0xFFFFFFFF, notes.lane == 0 && AcquireWord(params.sum_flags + at) < flag)) {
       }
-      FenceAsyncProxyGlobal();
-      BarrierArriveExpect(&shared.sums_full[barrier], Traits::kGradientBytes);
-      CopyBytes(PlaceInShared(shared, block, consumer),
-                params.query_sums + at * Traits::kGradientBytes, Traits::kGradientBytes,
-                &shared.sums_full[barrier]);
+      if (notes.lane == 0) {
+        FenceAsyncProxyGlobal();
+        BarrierArriveExpect(&shared.sums_full[barrier], Traits::kGradientBytes);
+        CopyBytes(PlaceInShared(shared, block, consumer),
+                  params.query_sums + at * Traits::kGradientBytes, Traits::kGradientBytes,
+                  &shared.sums_full[barrier]);
+      }
+      __syncwarp();
     }
-    __syncwarp();
   }
 }
 
