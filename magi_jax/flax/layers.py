@@ -199,8 +199,8 @@ def _as_rows_of(tokens: jax.Array) -> PartitionSpec | None:
     return PartitionSpec(*spec, None) if any(spec) else None
 
 
-def _in_turn(attends: Attend | Sequence[Attend], num_layers: int) -> Sequence[Attend]:
-    """The attention functions of the first blocks, which those behind them repeat."""
+def _in_turn(attends: Attend | Sequence[Attend]) -> Sequence[Attend]:
+    """The attention functions that blocks take in turn."""
     in_turn = attends if isinstance(attends, (list, tuple)) else (attends,)
     for attend in in_turn:
         if not callable(attend):
@@ -208,8 +208,8 @@ def _in_turn(attends: Attend | Sequence[Attend], num_layers: int) -> Sequence[At
                 "attends must be a function (query, key, value) -> out, such as attention_fn(plan) makes,"
                 f" or a sequence of them; got {type(attend).__name__}"
             )
-    if len(in_turn) > max(num_layers, 1) or (num_layers and not in_turn):
-        raise ValueError(f"{len(in_turn)} attention functions for {num_layers} blocks")
+    if not in_turn:
+        raise ValueError("attends is empty: it must have an attention function for the first block")
     return in_turn
 
 
@@ -242,9 +242,9 @@ class Decoder(nnx.Module):
 
         Raises:
             TypeError: ``attends`` is neither a function nor a sequence of them.
-            ValueError: it has none, or more of them than there are blocks.
+            ValueError: ``attends`` is empty.
         """
-        in_turn = _in_turn(attends, len(self.blocks))
+        in_turn = _in_turn(attends)
         table = self.embed.embedding[...]
         x = table.at[tokens].get(mode="fill", out_sharding=_as_rows_of(tokens))
         x = self.config.keep(x if self.config.dtype is None else x.astype(self.config.dtype))

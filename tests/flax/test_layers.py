@@ -138,8 +138,7 @@ def test_blocks_take_the_attentions_in_turn():
             r"attends must be a function .*attention_fn.* got AttnMask",
         ),
         ([lambda q, k, v: q, None], TypeError, "or a sequence of them; got NoneType"),
-        ([], ValueError, "0 attention functions for 2 blocks"),
-        ([lambda q, k, v: q] * 3, ValueError, "3 attention functions for 2 blocks"),
+        ([], ValueError, "attends is empty"),
     ],
 )
 def test_attentions_that_are_none_are_refused(attends, error, match):
@@ -179,7 +178,7 @@ def test_gradients_of_a_token_s_many_places_are_summed_in_float32(rng):
     @jax.jit
     def embedding_grad(params, weights):
         def loss(params):
-            logits = nnx.merge(graphdef, params)(tokens, tokens, ())
+            logits = nnx.merge(graphdef, params)(tokens, tokens, lambda q, k, v: q)
             return (jax.nn.log_softmax(logits) * weights).sum()
 
         return jax.grad(loss)(params)["embed"]["embedding"][...][0]

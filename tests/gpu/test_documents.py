@@ -64,7 +64,7 @@ def zeros(mask, heads, kv_heads):
         ("causal", 32, jnp.float32, "short_runs"),  # float32 dQ is added to
         ("one", 32, jnp.bfloat16, "short_runs"),
         ("longer causal", 32, jnp.bfloat16, "documents"),
-        ("longer full", 32, jnp.bfloat16, "short_runs"),  # 12 tiles walk each block
+        ("longer full", 32, jnp.bfloat16, "tiles"),  # 12 tiles walk each block
         ("long", 16, jnp.bfloat16, "segments"),
     ],
 )
