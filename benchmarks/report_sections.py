@@ -265,7 +265,7 @@ def sanitizers(stored: dict) -> list[str]:
         f"compute-sanitizer {stored['sanitizer'].removeprefix('Version ')}. Directly: one process for each"
         " problem of `tests/sanitize/device_problems.py`, with buffers of the exact size; by JAX: cases of"
         " `tests/fuzz`. A cell has the processes that ended well, whose results were right, and errors. An"
-        " error of racecheck is a pair of places; `kernel_notes.md` says what orders them.",
+        " error of racecheck is a pair of places; `docs/kernels/backward_measured.md` says what orders them.",
         "",
         *table(["sanitizer", "kernels", "directly", "by JAX"], body),
         "",
