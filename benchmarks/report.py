@@ -42,8 +42,8 @@ are of one H200, or of two where a section says so; nothing here ran on more, an
 ranks is simulated from kernels that were timed on one. Compare figures of one table, not of two: cards
 differ, and so does their pace. Kernels of a CPU ran alone on theirs, its other figures beside other work.
 FlashAttention 3 and 4 can be called from JAX by packages of others (`dew-flash-attn-cu13`, `fa4-jax`); a
-section compares with them on one card. The kernels of MagiAttention cannot: [Kernels](kernels/backward_measured.md)
-compares with their figures on another such card.
+section compares with them on one card. The kernels of MagiAttention cannot:
+[Kernels](kernels/backward_measured.md) compares with their figures on another such card.
 
 To run all of it again on a machine with GPUs: `sh benchmarks/on_gpu.sh` for one GPU, `sh
 benchmarks/on_node.sh` for several. TFLOP/s are those of the mask's area everywhere: 4 * area * heads * head
