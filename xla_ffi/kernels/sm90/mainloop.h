@@ -69,7 +69,7 @@ struct Consumer {
 
     while (true) {
       BlockHeader next = NextBlock();
-      while (IsPlain(flags, next.flags)) flags = PlainStep(next);
+      while (IsPlain(flags, next.flags)) flags = PlainStep(flags & kKeepsReferences, next);
       if (next.flags & kEndOfWork) break;
       if (Traits::kLazy) key_start = next.key_start;
       const int kept = Step(flags, next);
@@ -115,15 +115,16 @@ struct Consumer {
     return KeptReferences();
   }
 
-  // Whether a step is one of many in the midst of a walk: rows keep their references, the next
-  // block is wholly visible, and neither begins or ends a tile.
+  // Whether a step is one of many in the midst of a walk: the next block is wholly visible, and
+  // neither begins or ends a tile. The same in all warps of a warpgroup, which issue products
+  // together; whether references are kept is a warp's own affair.
   static __device__ __forceinline__ bool IsPlain(int flags, int next_flags) {
-    constexpr int kTold = kFirstBlock | kShortBlock | kClosesTile | kKeepsReferences;
-    return kPlainSteps && (flags & kTold | next_flags) == kKeepsReferences;
+    return kPlainSteps && (flags & (kFirstBlock | kShortBlock | kClosesTile) | next_flags) == 0;
   }
 
   // Step() for these, without a test of what is known of them; also finds the block after `next`.
-  __device__ __forceinline__ int PlainStep(BlockHeader& next) {
+  // `kept` is kKeepsReferences or 0.
+  __device__ __forceinline__ int PlainStep(int kept, BlockHeader& next) {
     key_start = next.key_start;
     float s[kLogits];
     TakeTurn();
@@ -136,21 +137,23 @@ struct Consumer {
 
     WgmmaWait<1>();
     PinRegisters(s);
-    ReleaseKeys();
-    float sums[2], rescale[2];
-    bool moved = false;
-    int kept = kKeepsReferences;
-    if (__builtin_expect(
-            !SoftmaxAtReference<kLogits>(s, false, stats, sums, scale_log2, Traits::kMostLazySum),
-            false)) {
-      moved = RaiseReferences(s, stats, sums, rescale);
-      if (!moved) {
-        RecomputeLogits(s);
-        moved = Softmax(s, stats, rescale, scale_log2, params.move_threshold);
-        kept = KeptReferences();
+    Forget(kept);
+    float rescale[2];
+    bool moved = false, done = false;
+    if (__builtin_expect(kept, true)) {
+      float sums[2];
+      done = SoftmaxAtReference<kLogits>(s, false, stats, sums, scale_log2, Traits::kMostLazySum);
+      if (__builtin_expect(!done, false)) {
+        done = moved = RaiseReferences(s, stats, sums, rescale);
+        if (!done) RecomputeLogits(s);
       }
     }
+    if (__builtin_expect(!done, false)) {
+      moved = Softmax(s, stats, rescale, scale_log2, params.move_threshold);
+      kept = KeptReferences();
+    }
     PinRegisters(s);
+    ReleaseKeys();       // ahead of the exponentials it is slower
     next = NextBlock();  // beside the end of PV
     WgmmaWait<0>();
     FinishPV();

@@ -67,15 +67,15 @@ __device__ __forceinline__ void Exponentiate(float (&logits)[kCount], bool is_sh
   for (int row = 0; row < 2; ++row)
     reference[row] = !kAllSeen && stats.reference[row] == -INFINITY ? 0.0f : stats.reference[row];
   const auto exponentiate = [&](int i) {
-    const int row = i / 2 % 2;
-    logits[i] = Exp2(fmaf(logits[i], scale_log2, -reference[row]));
-    sum[row][i % 2] = i < 4 ? logits[i] : sum[row][i % 2] + logits[i];
+    return logits[i] = Exp2(fmaf(logits[i], scale_log2, -reference[i / 2 % 2]));
   };
 #pragma unroll
-  for (int i = 0; i < kFirst; ++i) exponentiate(i);
+  for (int i = 0; i < 4; ++i) sum[i / 2][i % 2] = exponentiate(i);
+#pragma unroll
+  for (int i = 4; i < kFirst; ++i) sum[i / 2 % 2][i % 2] += exponentiate(i);
   if (__builtin_expect(!is_short, 1)) {
 #pragma unroll
-    for (int i = kFirst; i < kCount; ++i) exponentiate(i);
+    for (int i = kFirst; i < kCount; ++i) sum[i / 2 % 2][i % 2] += exponentiate(i);
   }
   sums[0] = sum[0][0] + sum[0][1];
   sums[1] = sum[1][0] + sum[1][1];
