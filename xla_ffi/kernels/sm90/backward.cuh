@@ -144,6 +144,17 @@ cudaError_t LaunchInstantiation(const BackwardParams& backward, const BackwardKe
                     q_map, dout_map, k_map, v_map, dq_map, dk_map, dv_map, params);
 }
 
+// An instantiation with a list of its own, which the device leaves empty where another one takes
+// the work; nothing where there is no list.
+template <typename Traits>
+cudaError_t LaunchListed(const BackwardParams& backward, BackwardKernelParams params,
+                         int* num_items, int* counter, int blocks, cudaStream_t stream) {
+  if (num_items == nullptr) return cudaSuccess;
+  params.num_items = num_items;
+  params.counter = counter;
+  return LaunchInstantiation<Traits>(backward, params, blocks, stream);
+}
+
 template <typename Element, int kHeadDim, int kVHeadDim, bool kSoftCap>
 cudaError_t LaunchInOrder(const BackwardParams& backward, const BackwardKernelParams& params,
                           int blocks, cudaStream_t stream) {
@@ -152,38 +163,25 @@ cudaError_t LaunchInOrder(const BackwardParams& backward, const BackwardKernelPa
         backward, params, blocks, stream);
   }
   if constexpr (TakesDocuments(kHeadDim, kSoftCap)) {
-    if (params.num_document_items != nullptr) {
-      BackwardKernelParams documents = params;
-      documents.num_items = params.num_document_items;
-      documents.counter = params.document_counter;
-      const cudaError_t error = LaunchInstantiation<
-          BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false, false, true>>(
-          backward, documents, kDocumentBlocks, stream);
-      if (error != cudaSuccess) return error;
-    }
+    const cudaError_t error =
+        LaunchListed<BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false, false, true>>(
+            backward, params, params.num_document_items, params.document_counter, kDocumentBlocks,
+            stream);
+    if (error != cudaSuccess) return error;
   }
   if constexpr (TakesShortRuns(kHeadDim, kSoftCap)) {
-    if (params.num_short_items != nullptr) {
-      BackwardKernelParams runs = params;
-      runs.num_items = params.num_short_items;
-      runs.counter = params.short_counter;
-      const cudaError_t error = LaunchInstantiation<
-          BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false, false, false, true>>(
-          backward, runs, blocks, stream);
-      // No run is longer than the call.
-      if (error != cudaSuccess || params.q_len < kLongRun) return error;
-    }
+    const cudaError_t error = LaunchListed<
+        BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false, false, false, true>>(
+        backward, params, params.num_short_items, params.short_counter, blocks, stream);
+    // No run is longer than the call.
+    const bool all_are_short = params.num_short_items != nullptr && params.q_len < kLongRun;
+    if (error != cudaSuccess || all_are_short) return error;
   }
   if constexpr (CutsWalks(kHeadDim, kSoftCap)) {
-    if (params.num_cut_items != nullptr) {
-      BackwardKernelParams cut = params;
-      cut.num_items = params.num_cut_items;
-      cut.counter = params.cut_counter;
-      const cudaError_t error =
-          LaunchInstantiation<BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false, true>>(
-              backward, cut, blocks, stream);
-      if (error != cudaSuccess) return error;
-    }
+    const cudaError_t error =
+        LaunchListed<BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false, true>>(
+            backward, params, params.num_cut_items, params.cut_counter, blocks, stream);
+    if (error != cudaSuccess) return error;
   }
   return LaunchInstantiation<BackwardTraits<Element, kHeadDim, kVHeadDim, kSoftCap, false>>(
       backward, params, blocks, stream);
