@@ -197,7 +197,7 @@ that of a case of
 - `tests/features/test_feature_pairs.py` in the columns cpu and reference,
 - `tests/gpu/test_features_on_gpu.py` in the columns sm80 and sm90, run on a machine with the GPU; sm90 stands
   for its kernels with those of sm80 behind them, which serve what it does not support
-  ([kernels](kernels/index.md)), and float32 is bfloat16 there.
+  ([kernels](kernel_notes.md)), and float32 is bfloat16 there.
 
 The cases of the GPU columns passed with jax 0.11.2, those of one device on an H200, the distributed ones over
 two H200s of one host, with two ranks also where a case says four. With one GPU they have one rank.
