@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from magi_jax.plan.comm_spec import AnyCommSpec, CommSpec, TwoLevelSpec, grown
-from magi_jax.plan.part_specs import LateSpec, StagesSpec, TravelSpec
+from magi_jax.plan.part_specs import LateSpec, StagesSpec, TableSpec, TravelSpec
 from magi_jax.plan.sizes import MIN_BUFFER_ROWS, MIN_ENTRIES, bucket
 
 
@@ -17,17 +17,15 @@ def roomy_stages(stages: StagesSpec, factor: float, local_len: int) -> StagesSpe
         local_len: rows of each rank.
     """
     comm = _with_equal_self_rows(tuple(grown(spec, factor) for spec in stages.comm))
-    k_lens = (stages.calc[0].k_len, *(spec.dst_rows for spec in comm))
-    tables = (table.scaled(factor) for table in stages.calc)
-    calc = (
-        dataclasses.replace(table, q_len=local_len, k_len=k_len)
-        for table, k_len in zip(tables, k_lens, strict=True)
-    )
+
+    def roomy(table: TableSpec, k_len: int) -> TableSpec:
+        return dataclasses.replace(table.scaled(factor), q_len=local_len, k_len=k_len)
+
+    own_keys = stages.calc[0].k_len
+    k_lens = (own_keys, *(spec.dst_rows for spec in comm))
+    calc = (roomy(table, k_len) for table, k_len in zip(stages.calc, k_lens, strict=True))
+    first = None if stages.first is None else roomy(stages.first, own_keys)
     late = None if stages.late is None else roomy_late(stages.late, factor, local_len)
-    first = None
-    if stages.first is not None:  # the rows of buffers stay
-        lengths = {"q_len": stages.first.q_len, "k_len": stages.first.k_len}
-        first = dataclasses.replace(stages.first.scaled(factor), **lengths)
     return StagesSpec(tuple(calc), comm, late, first)
 
 
